@@ -46,6 +46,7 @@ def export_artifacts(
     fixed_learning_rate: bool = False,
     reduced_operators: str | None = None,
     quantize_frozen: str | None = None,
+    notes: Mapping[str, str] = {},
     sample_batch: Any = None,
 ) -> None:
     """Writes artifacts; see ``ORTTrainer.export_artifacts``.
@@ -61,6 +62,7 @@ def export_artifacts(
         fixed_learning_rate: Whether to store the learning rate in onnxruntime-training's optimizer model.
         reduced_operators: Name of a file with the operators that the models need; None for no such file.
         quantize_frozen: The type of frozen weights, one of :data:`~.quantize.KINDS`; None to keep them as they are.
+        notes: Name -> text of files to write beside the models.
         sample_batch: A batch for the export of the model, as for ``ORTTrainer.prepare``.
     """
     if flavor not in FLAVORS:
@@ -96,7 +98,16 @@ def export_artifacts(
             write = _our_writer(made, nominal_checkpoint, quantize_frozen)
         else:
             write = _upstream_writer(made, nominal_checkpoint, fixed_learning_rate)
-        write_files(folder, write if reduced_operators is None else _listing(write, reduced_operators), prefix)
+
+        def write_with_notes(temporary: Path) -> None:
+            write(temporary)
+            found = dict(notes)
+            if reduced_operators is not None:
+                found[reduced_operators] = operators_of(temporary.glob("*.onnx"))
+            for name, text in found.items():
+                (temporary / name).write_text(text, encoding="utf-8")
+
+        write_files(folder, write_with_notes, prefix)
 
     # True gathers the moments and gradients that other processes hold.
     save(loop, True, write_all)
@@ -183,16 +194,6 @@ def _upstream_writer(made: _Made, nominal: bool, fixed_learning_rate: bool) -> C
         )
 
     return write
-
-
-def _listing(write: Callable[[Path], None], name: str) -> Callable[[Path], None]:
-    """Returns a function that writes files, and beside them the list of the operators of the models."""
-
-    def write_both(folder: Path) -> None:
-        write(folder)
-        (folder / name).write_text(operators_of(folder.glob("*.onnx")), encoding="utf-8")
-
-    return write_both
 
 
 def _with_outputs(graph: Step, names: Sequence[str] | None) -> Step:

@@ -23,6 +23,7 @@ __all__ = [
     "CHECKPOINT",
     "EVALUATION_MODEL",
     "FILES",
+    "MEMORY",
     "NOMINAL_CHECKPOINT",
     "OPTIMIZER_MODEL",
     "TRAINING_MODEL",
@@ -35,7 +36,8 @@ __all__ = [
 Described = tuple[ir.Model, Step | OptimizerModel]
 CHECKPOINT, NOMINAL_CHECKPOINT = "checkpoint", "nominal_checkpoint"
 TRAINING_MODEL, EVALUATION_MODEL, OPTIMIZER_MODEL = "training_model.onnx", "eval_model.onnx", "optimizer_model.onnx"
-FILES = (TRAINING_MODEL, EVALUATION_MODEL, OPTIMIZER_MODEL, CHECKPOINT, NOMINAL_CHECKPOINT)
+MEMORY = "memory.json"
+FILES = (TRAINING_MODEL, EVALUATION_MODEL, OPTIMIZER_MODEL, CHECKPOINT, NOMINAL_CHECKPOINT, MEMORY)
 
 
 def contents(models: Mapping[str, Described], checkpoint: State, nominal: bool) -> dict[str, bytes]:

@@ -49,6 +49,9 @@ def generate_artifacts(
     sample_batch: Any = None,
     options: ORTTrainerOptions | Mapping[str, Any] | None = None,
     flavor: str = "ort_trainer",
+    memory_budget: int | str | None = None,
+    quantize_frozen: str | None = None,
+    reduced_operators: str | None = None,
 ) -> None:
     """Writes artifacts for training with ``ort_trainer.api`` from a model that was not trained here.
 
@@ -82,7 +85,11 @@ def generate_artifacts(
         sample_batch: For a PyTorch module, a batch as for ``ORTTrainer.prepare``. For an ONNX model with a function as
             loss, a dict of its inputs and the label.
         options: Settings, as for ``ORTTrainer``.
-        flavor: As for ``ORTTrainer.export_artifacts``.
+        flavor, quantize_frozen, reduced_operators: As for ``ORTTrainer.export_artifacts``.
+        memory_budget: How much memory training may take, as a number of bytes or a text such as ``64MB``, beyond a
+            process in which ONNX Runtime is loaded, with batches of the size of ``sample_batch``. Parameters are frozen
+            until training fits, weights of the first layers first. Then ``memory.json`` says the peak that was measured
+            on this machine, and what is trained.
 
     Raises:
         TypeError, ValueError: If an argument is invalid, or a name is unknown.
@@ -95,6 +102,8 @@ def generate_artifacts(
     """
     from .blocks import is_block, optimizer_config, with_loss
     from .export import export_artifacts  # loads the ONNX libraries, which the enums of this package don't need
+    from .files import MEMORY
+    from .memory_budget import choose_trained, parse_budget
     from .onnx_models import Prepared, is_onnx, prepared
 
     _check_flags(ort_format, custom_op_library, prefix)
@@ -131,16 +140,35 @@ def generate_artifacts(
             f"model must be a torch.nn.Module, an onnx.ModelProto or the path of an ONNX file, but {shown(model)} was "
             "given"
         )
-    chosen = _with_frozen(options, _frozen(made.parameters, requires_grad, frozen_params), limit)
-    export_artifacts(
-        launch(made.model, made.model_desc, _config(optimizer), loss_fn, chosen),
+    frozen = _frozen(made.parameters, requires_grad, frozen_params)
+    config, notes = _config(optimizer), dict[str, str]()
+
+    def export(more: Sequence[str], directory: str | os.PathLike[str], prefix: str = "", **settings: Any) -> None:
+        chosen = _with_frozen(options, [*frozen, *more], limit)
+        export_artifacts(
+            launch(made.model, made.model_desc, config, loss_fn, chosen),
+            directory,
+            flavor=flavor,
+            optimizer=optimizer is not None,
+            prefix=prefix,
+            outputs=made.outputs,
+            # With a budget, what is frozen is only known at the end, and may be nothing.
+            quantize_frozen=quantize_frozen if memory_budget is None or frozen or more else None,
+            sample_batch=made.batch,
+            **settings,
+        )
+
+    more: Sequence[str] = ()
+    if memory_budget is not None:
+        trained = [name for name in made.parameters if name not in frozen]
+        more, notes[MEMORY] = choose_trained(trained, parse_budget(memory_budget), sample_batch, export)
+    export(
+        more,
         Path.cwd() if artifact_directory is None else artifact_directory,
-        flavor=flavor,
+        prefix,
         nominal_checkpoint=nominal_checkpoint,
-        optimizer=optimizer is not None,
-        prefix=prefix,
-        outputs=made.outputs,
-        sample_batch=made.batch,
+        reduced_operators=reduced_operators,
+        notes=notes,
     )
 
 

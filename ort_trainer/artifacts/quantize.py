@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -105,14 +106,13 @@ def _rewritten(
 ) -> Step:
     """Changes the graph of a step, and returns its description.
 
-    Every use computes the weight again. ONNX Runtime would compute equal things once, and keep them from the forward
-    pass to the backward pass; so what the backward pass computes depends on the loss, by a zero that is added.
+    Every use computes the weight again, and not before the other operand is there: a zero that is computed from that is
+    added. Otherwise ONNX Runtime would compute equal things once and keep them from the forward pass to the backward
+    pass, or compute the weights of all layers first.
     """
     graph = model.graph
     values = ir.convenience.create_value_mapping(graph)
     names = Names(values)
-    forward = _needed_for(values[said.loss])
-    zero: ir.Value | None = None
     state = dict(said.state)
     for name, value in frozen.items():
         if name not in state:
@@ -125,10 +125,15 @@ def _rewritten(
         place = [*graph.inputs].index(weight)
         for node, index, views in [*_uses(weight)]:
             emit = Emitter(model.opset_imports, names, f"{weight.name}.dequantized")
-            if node not in forward and zero is None:
-                zero = _zero(graph, values[said.loss], Emitter(model.opset_imports, names, "zero"))
-            own_zero = None if node in forward else zero
-            float32 = _dequantized(emit, numbers, scale, value.shape, kind, own_zero)
+            if _takes_rows(node, index) and not views:
+                some = [emit("Gather", part, node.inputs[1]) for part in (numbers, scale)]
+                found = _dequantized(emit, some[0], some[1], value.shape, kind, None)
+                old = node.outputs[0]
+                found.type, found.shape = old.type, old.shape
+                ir.convenience.replace_nodes_and_values(graph, node, [node], emit.nodes, [old], [found])
+                continue
+            others = [given for place, given in enumerate(node.inputs) if place != index and given is not None]
+            float32 = _dequantized(emit, numbers, scale, value.shape, kind, _zero(emit, others))
             for view in views:
                 attributes: dict[str, Any] = dict(view.attributes)
                 float32 = emit(view.op_type, float32, *view.inputs[1:], **attributes)
@@ -138,6 +143,11 @@ def _rewritten(
         state |= {f"{name}.{kind}": str(numbers.name), f"{name}.scale": str(scale.name)}
     common_passes.RemoveUnusedNodesPass()(model)
     return replace(said, state=state)
+
+
+def _takes_rows(node: ir.Node, index: int) -> bool:
+    """Returns whether a node takes rows of a weight, which alone need to be computed."""
+    return node.op_type == "Gather" and index == 0 and node.attributes.get_int("axis", 0) == 0
 
 
 def _uses(value: ir.Value, views: tuple[ir.Node, ...] = ()) -> Iterator[tuple[ir.Node, int, tuple[ir.Node, ...]]]:
@@ -155,50 +165,44 @@ def _uses(value: ir.Value, views: tuple[ir.Node, ...] = ()) -> Iterator[tuple[ir
 def _dequantized(
     emit: Emitter, numbers: ir.Value, scale: ir.Value, shape: tuple[int, ...], kind: str, zero: ir.Value | None
 ) -> ir.Value:
-    """Returns the weight; a zero, float32, goes into every node."""
+    """Returns the weight of a shape, or some rows of it, whose sizes then take the place of the first.
 
-    def byte(value: int) -> ir.Value:
+    It is not written as DequantizeLinear, which ONNX Runtime would move around and pair with QuantizeLinear.
+    """
+
+    def whole(value: int, dtype: ir.DataType) -> ir.Value:
+        """Returns a number, with the zero added."""
         if zero is None:
-            return emit.constant(value, np.uint8)
-        return emit("Cast", emit("Add", emit.constant(value, np.float32), zero), to=ir.DataType.UINT8)
+            return emit.constant(value, dtype.numpy())
+        return emit("Cast", emit("Add", emit.constant(value, np.float32), zero), to=dtype)
 
-    scale = scale if zero is None else emit("Add", scale, zero)
-    if kind == "int8":
-        return emit("DequantizeLinear", numbers, scale, axis=0)
-    low = emit("BitwiseAnd", numbers, byte(15))
-    high = emit("BitShift", numbers, byte(4), direction="RIGHT")
     last = emit.constant([-1])
-    halves = [emit("Unsqueeze", half, last) for half in (low, high)]
-    blocks = emit("Reshape", emit("Concat", *halves, axis=-1), emit.constant([-1, _BLOCK]))
-    scales = emit("Reshape", scale, last)
-    middle = emit("ConstantOfShape", emit("Shape", scales), value=ir.tensor(np.array([8], np.uint8)))
-    found = emit("DequantizeLinear", blocks, scales, middle, axis=0)
-    columns = int(np.prod(shape[1:]))
-    found = emit("Reshape", found, emit.constant([shape[0], -1]))
+    if kind == "int8":
+        taken = numbers if zero is None else emit("BitwiseAnd", numbers, whole(-1, ir.DataType.INT8))
+        axes = emit.constant([*range(1 - len(shape), 0)])
+        return emit("Mul", emit("Cast", taken, to=ir.DataType.FLOAT), emit("Unsqueeze", scale, axes))
+    low = emit("BitwiseAnd", numbers, whole(15, ir.DataType.UINT8))
+    high = emit("BitShift", numbers, whole(4, ir.DataType.UINT8), direction="RIGHT")
+    pairs = emit("Concat", *(emit("Unsqueeze", half, last) for half in (low, high)), axis=-1)
+    rows = emit("Slice", emit("Shape", numbers), emit.constant([0]), emit.constant([-2]))
+    blocks = emit("Reshape", pairs, emit("Concat", rows, emit.constant([-1, _BLOCK]), axis=0))
+    centred = emit("Sub", emit("Cast", blocks, to=ir.DataType.FLOAT), emit.constant(8, np.float32))
+    found = emit("Mul", centred, emit("Unsqueeze", scale, last))
+    found = emit("Reshape", found, emit("Concat", rows, last, axis=0))
+    columns = math.prod(shape[1:])
     if columns % _BLOCK:
-        found = emit("Slice", found, emit.constant([0]), emit.constant([columns]), emit.constant([1]))
-    return emit("Reshape", found, emit.constant(list(shape)))
+        found = emit("Slice", found, emit.constant([0]), emit.constant([columns]), last)
+    return found if len(shape) == 2 else emit("Reshape", found, emit("Concat", rows, emit.constant(shape[1:]), axis=0))
 
 
-def _zero(graph: ir.Graph, loss: ir.Value, emit: Emitter) -> ir.Value:
-    """Returns 0.0, computed from the loss."""
-    is_nan = emit("IsNaN", emit("ReduceMax", loss, keepdims=0))
-    found = emit("Cast", emit("And", is_nan, emit("Not", is_nan)), to=ir.DataType.FLOAT)
-    producer = loss.producer()
-    assert producer is not None
-    graph.insert_after(producer, emit.nodes)
-    return found
-
-
-def _needed_for(value: ir.Value) -> Collection[ir.Node]:
-    found: set[ir.Node] = set()
-    open_values: list[Any] = [value]
-    while open_values:
-        node = open_values.pop().producer()
-        if node is not None and node not in found:
-            found.add(node)
-            open_values += [given for given in node.inputs if given is not None]
-    return found
+def _zero(emit: Emitter, operands: Sequence[ir.Value]) -> ir.Value | None:
+    """Returns 0.0, computed from the first float32 operand; None if there is none."""
+    for operand in operands:
+        if operand.dtype == ir.DataType.FLOAT:
+            first = emit("Gather", emit("Reshape", operand, emit.constant([-1])), emit.constant(0))
+            is_nan = emit("IsNaN", first)
+            return emit("Cast", emit("And", is_nan, emit("Not", is_nan)), to=ir.DataType.FLOAT)
+    return None
 
 
 def _input(name: str, like: Array) -> ir.Value:

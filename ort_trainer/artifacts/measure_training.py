@@ -1,0 +1,47 @@
+"""Trains from the artifacts in a folder, and prints the bytes that this takes; for ``memory_budget.py``."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from ..api import CheckpointState, Module, Optimizer
+from ..engine.ort import engine
+
+_STATUS = Path("/proc/self/status")
+
+
+def resident(field: str) -> int:
+    """Returns the memory of this process in bytes, now (``VmRSS``) or at its highest (``VmHWM``)."""
+    if _STATUS.exists():
+        (line,) = (line for line in _STATUS.read_text(encoding="ascii").splitlines() if line.startswith(field))
+        return int(line.split()[1]) * 1024
+    highest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return highest if sys.platform == "darwin" else highest * 1024
+
+
+def main(folder: Path) -> None:
+    """Trains for three steps."""
+    with np.load(folder / "batch.npz") as file:
+        batch = dict(file)
+    engine()
+    before = resident("VmRSS")
+    state = CheckpointState.load_checkpoint(folder / "checkpoint")
+    module = Module(folder / "training_model.onnx", state)
+    update = folder / "optimizer_model.onnx"
+    optimizer = Optimizer(update, module) if update.exists() else None
+    names = module.input_names()
+    inputs = batch if set(batch) == set(names) else dict(zip(names, batch.values(), strict=True))
+    for _ in range(3):
+        module(**inputs)
+        if optimizer is not None:
+            optimizer.step()
+        module.lazy_reset_grad()
+    print(max(0, resident("VmHWM") - before))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
