@@ -128,7 +128,7 @@ def _arrays(batch: Any) -> dict[str, np.ndarray[Any, Any]]:
 def _measured(folder: Path) -> int:
     """Returns how many bytes training from the artifacts in a folder takes."""
     done = subprocess.run(
-        [sys.executable, "-m", "ort_trainer.artifacts.measure_training", str(folder)],
+        [sys.executable, "-m", "ort_trainer.api.measure", str(folder)],
         capture_output=True,
         text=True,
         timeout=600,

@@ -1,4 +1,4 @@
-"""Trains from the artifacts in a folder, and prints the bytes that this takes; for ``memory_budget.py``."""
+"""Trains from the artifacts in a folder, and prints the bytes that this takes; for ``artifacts/memory_budget.py``."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from pathlib import Path
 
 import numpy as np
 
-from ..api import CheckpointState, Module, Optimizer
 from ..engine.ort import engine
+from .checkpoint_state import CheckpointState
+from .module import Module
+from .optimizer import Optimizer
 
 _STATUS = Path("/proc/self/status")
 
