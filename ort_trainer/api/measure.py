@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 import sys
 from pathlib import Path
 
@@ -21,6 +20,10 @@ def resident(field: str) -> int:
     if _STATUS.exists():
         (line,) = (line for line in _STATUS.read_text(encoding="ascii").splitlines() if line.startswith(field))
         return int(line.split()[1]) * 1024
+    try:
+        import resource
+    except ImportError:  # Windows
+        raise SystemExit("the memory of a process can be measured on Linux and macOS only") from None
     highest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return highest if sys.platform == "darwin" else highest * 1024
 
