@@ -149,7 +149,7 @@ class Parameters(MutableMapping[str, Parameter]):
                 parameter._write(array)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._known)
+        return iter(self._state.parameters)
 
     def __len__(self) -> int:
         return len(self._known)

@@ -111,7 +111,8 @@ class LiveState:
             for names in (self.parameters, self.trainable)
         )
         for value in inputs:
-            if value.name in self.missing and self.values[value.name].shape != tuple(value.shape):
+            is_fixed = all(isinstance(size, int) for size in value.shape)
+            if is_fixed and value.name in self.missing and self.values[value.name].shape != tuple(value.shape):
                 dtype = self.values[value.name].dtype
                 self.values[value.name] = StateTensor(np.zeros(value.shape, dtype), self.device)
 

@@ -31,7 +31,7 @@ def resident(field: str) -> int:
 def main(folder: Path) -> None:
     """Trains for three steps."""
     with np.load(folder / "batch.npz") as file:
-        batch = dict(file)
+        batch = {name[1:]: file[name] for name in file}
     engine()
     before = resident("VmRSS")
     state = CheckpointState.load_checkpoint(folder / "checkpoint")

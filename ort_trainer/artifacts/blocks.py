@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,9 +57,19 @@ def with_loss(
         raise ValueError(
             f"a block for the loss must return the name of one value, but {type(block).__name__} returned {shown(loss)}"
         )
+    _fix_constants(built, {entry.name for entry in proto.graph.initializer})
     del built.graph.output[:]
     built.graph.output.append(onnx.helper.make_tensor_value_info(loss, onnx.TensorProto.FLOAT, []))
     return built
+
+
+def _fix_constants(model: onnx.ModelProto, known: Collection[str]) -> None:
+    """Makes constants of what onnxruntime-training's blocks have added as initializers, which could be trained."""
+    added = [entry for entry in model.graph.initializer if entry.name not in known and "linear" not in entry.name]
+    for entry in added:
+        node = onnx.helper.make_node("Constant", [], [entry.name], f"{entry.name}_node", value=entry)
+        model.graph.node.insert(0, node)
+        model.graph.initializer.remove(entry)
 
 
 def optimizer_config(block: Any) -> tuple[OptimizerConfig, float | None]:

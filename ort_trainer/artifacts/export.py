@@ -164,7 +164,7 @@ def _our_writer(made: _Made, nominal: bool, quantized: str | None) -> Callable[[
         models[OPTIMIZER_MODEL] = made.optimizer
     checkpoint = made.checkpoint
     if quantized is not None:
-        models, checkpoint = with_quantized(models, checkpoint, quantized)
+        models, checkpoint = with_quantized(models, checkpoint, quantized, made.buffers)
     found = contents(models, checkpoint, nominal)
 
     def write(folder: Path) -> None:

@@ -134,13 +134,16 @@ def generate_artifacts(
         if model_desc != "auto":
             raise ValueError("model_desc is for PyTorch modules only: an ONNX model describes itself, so leave it out")
         kind = loss.name if isinstance(loss, Enum) else None
-        made = prepared(model, loss_fn, kind, sample_batch, additional_output_names, loss_input_names, requires_grad)
+        # A predefined loss needs no batch, unless for its size.
+        batch = None if kind is not None and memory_budget is not None else sample_batch
+        made = prepared(model, loss_fn, kind, batch, additional_output_names, loss_input_names, requires_grad)
     else:
         raise TypeError(
             f"model must be a torch.nn.Module, an onnx.ModelProto or the path of an ONNX file, but {shown(model)} was "
             "given"
         )
     frozen = _frozen(made.parameters, requires_grad, frozen_params)
+    idle = {*frozen, *_frozen_before(made.model, options)}
     config, notes = _config(optimizer), dict[str, str]()
 
     def export(more: Sequence[str], directory: str | os.PathLike[str], prefix: str = "", **settings: Any) -> None:
@@ -153,14 +156,14 @@ def generate_artifacts(
             prefix=prefix,
             outputs=made.outputs,
             # With a budget, what is frozen is only known at the end, and may be nothing.
-            quantize_frozen=quantize_frozen if memory_budget is None or frozen or more else None,
+            quantize_frozen=quantize_frozen if memory_budget is None or idle or more else None,
             sample_batch=made.batch,
             **settings,
         )
 
     more: Sequence[str] = ()
     if memory_budget is not None:
-        trained = [name for name in made.parameters if name not in frozen]
+        trained = [name for name in made.parameters if name not in idle]
         more, notes[MEMORY] = choose_trained(trained, parse_budget(memory_budget), sample_batch, export)
     export(
         more,
@@ -262,6 +265,16 @@ def _frozen(
     if requires_grad is None:
         return list(frozen_params or ())
     return [name for name in parameters if name not in requires_grad]
+
+
+def _frozen_before(model: Any, options: ORTTrainerOptions | Mapping[str, Any] | None) -> set[str]:
+    """Returns the names of the parameters that the model or the options freeze."""
+    if isinstance(model, nn.Module):
+        own = {name for name, value in model.named_parameters() if not value.requires_grad}
+    else:
+        own = set(model.frozen)
+    options = options if isinstance(options, ORTTrainerOptions) else ORTTrainerOptions(options)
+    return own | set(options.utils.frozen_weights)
 
 
 def _with_frozen(

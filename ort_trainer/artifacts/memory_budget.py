@@ -75,7 +75,8 @@ def choose_trained(
                 export(order[:count], Path(folder))
                 if not count:
                     order.extend(_order(trained, read_checkpoint(Path(folder) / CHECKPOINT).parameters))
-                np.savez(Path(folder) / BATCH, allow_pickle=False, **arrays)
+                # An input may have the name of an argument of NumPy's.
+                np.savez(Path(folder) / BATCH, allow_pickle=False, **{f"_{name}": arrays[name] for name in arrays})
                 measured[count] = _measured(Path(folder))
             _log.info("with %d of %d parameters frozen, training takes %s", count, len(trained), _said(measured[count]))
         return measured[count]
@@ -127,13 +128,11 @@ def _arrays(batch: Any) -> dict[str, np.ndarray[Any, Any]]:
 
 def _measured(folder: Path) -> int:
     """Returns how many bytes training from the artifacts in a folder takes."""
-    done = subprocess.run(
-        [sys.executable, "-m", "ort_trainer.api.measure", str(folder)],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
+    command = [sys.executable, "-m", "ort_trainer.api.measure", str(folder)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    except subprocess.TimeoutExpired:
+        raise RuntimeError("the memory of training could not be measured: three steps took ten minutes") from None
     if done.returncode:
         raise RuntimeError(f"the memory of training could not be measured: {done.stderr.strip()[-2000:]}")
     return int(done.stdout.split()[-1])

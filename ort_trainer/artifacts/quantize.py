@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -34,26 +34,39 @@ def check_kind(kind: object) -> None:
         raise ValueError(f"quantize_frozen must be None or one of {list(KINDS)}, but {shown(kind)} was given")
 
 
-def with_quantized(models: Mapping[str, Described], checkpoint: State, kind: str) -> tuple[dict[str, Described], State]:
+def with_quantized(
+    models: Mapping[str, Described], checkpoint: State, kind: str, buffers: Collection[str]
+) -> tuple[dict[str, Described], State]:
     """Returns models that take frozen weights in few bits, and the checkpoint with them.
 
     Float32 weights of two or more dimensions that are not trained are rounded to steps of their own size: 255 steps for
     each row in 8 bits, 15 for each block of 32 elements of a row in 4 bits. In the checkpoint, ``<name>.int8`` or
-    ``<name>.int4``, and ``<name>.scale`` take their place.
+    ``<name>.int4``, and ``<name>.scale`` take their place. A weight that is multiplied with itself, or is an output,
+    stays as it is.
 
     Args:
         models: Name of a file -> model and its description; the graphs of steps are changed.
         checkpoint: The state, which is not changed.
         kind: One of :data:`KINDS`.
+        buffers: Names of the parameters that are buffers of the model.
 
     Raises:
         ValueError: If no weight is frozen.
     """
+    kept = {*checkpoint.trainable, *buffers}
     frozen = {
         name: value
         for name, value in checkpoint.parameters.items()
-        if name not in checkpoint.trainable and value.ndim > 1 and value.dtype == np.float32 and value.size
+        if name not in kept and value.ndim > 1 and value.dtype == np.float32 and value.size and np.isfinite(value).all()
     }
+    for model, said in models.values():
+        if isinstance(said, Step):
+            values = {str(value.name): value for value in model.graph.inputs}
+            frozen = {
+                name: value
+                for name, value in frozen.items()
+                if name not in said.state or _can_be_rewritten(model.graph, values[said.state[name]])
+            }
     if not frozen:
         raise ValueError(
             "quantize_frozen needs a frozen float32 weight of at least two dimensions, but the model has none: freeze "
@@ -143,6 +156,15 @@ def _rewritten(
         state |= {f"{name}.{kind}": str(numbers.name), f"{name}.scale": str(scale.name)}
     common_passes.RemoveUnusedNodesPass()(model)
     return replace(said, state=state)
+
+
+def _can_be_rewritten(graph: ir.Graph, weight: ir.Value) -> bool:
+    """Returns whether each use of a weight can compute it: none is an output, in a branch, or a use of it twice."""
+    derived = {weight, *(view.outputs[0] for _, _, views in _uses(weight) for view in views)}
+    leaves = {value for value in derived if value in graph.outputs}
+    nodes = {node for value in derived for node, _ in value.uses()}
+    inside = all(node.graph is graph for node in nodes)
+    return inside and not leaves and all(len(derived.intersection(node.inputs)) == 1 for node in nodes)
 
 
 def _takes_rows(node: ir.Node, index: int) -> bool:

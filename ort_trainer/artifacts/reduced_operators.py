@@ -9,6 +9,7 @@ from pathlib import Path
 import onnx
 
 from ..engine.ort import CPU, engine, make_session, own_options, providers_for
+from .files import FILES
 
 __all__ = ["check_name", "operators_of"]
 
@@ -24,7 +25,7 @@ def check_name(name: object) -> str:
     """
     if not isinstance(name, str):
         raise TypeError(f"reduced_operators must be a file name, such as 'ops.config', but {name!r} was given")
-    if not name or Path(name).name != name or name.endswith(".onnx"):
+    if not name or Path(name).name != name or name in (*FILES, "..") or name.endswith(".onnx"):
         raise ValueError(
             f"reduced_operators must be the name of a file in the folder of the artifacts, such as 'ops.config', but "
             f"{name!r} was given"

@@ -52,6 +52,10 @@ class Parameter(NamedTuple):
     shape: tuple[int, ...]
 
 
+# What a graph that is not as upstream writes it leads to: too few inputs, missing values, axes beyond the shape.
+_OF_DAMAGE = (AssertionError, AttributeError, IndexError, KeyError)
+
+
 @contextlib.contextmanager
 def damage_told(name: str) -> Iterator[None]:
     """Turns the errors of the libraries that read damaged models into a ValueError.
@@ -61,7 +65,7 @@ def damage_told(name: str) -> Iterator[None]:
     """
     try:
         yield
-    except (ir.serde.SerdeError, ir.passes.PassError) as error:
+    except (ir.serde.SerdeError, ir.passes.PassError, *_OF_DAMAGE) as error:
         reason = error.__cause__ or error
         raise ValueError(f"{name} is damaged: {type(reason).__name__}: {shown(str(reason))}") from error
 
@@ -90,7 +94,7 @@ def step_model(data: bytes, name: str, kind: str, parameters: Collection[str]) -
     accumulators = [node for node in graph if node.op_type == _ACCUMULATOR]
     flags = {node.outputs[0].name for node in accumulators}
     outputs = [str(value.name) for value in graph.outputs if value.name not in flags]
-    updates = dict(_statistics(graph, parameters))
+    updates = _statistics(graph, parameters)
     if kind == "training":
         if not accumulators:
             raise ValueError(f"{name} adds to no gradients: give onnxruntime-training's training model")
@@ -153,7 +157,7 @@ def _converted(proto: onnx.ModelProto, name: str) -> ir.Model:
     for node in proto.graph.node:
         if node.op_type == "LayerNormalization":
             node.domain = ""
-    model: ir.Model = ir.from_proto(proto)
+    model = _contained(proto, name)
     for value in ir.convenience.create_value_mapping(model.graph).values():
         if value.name in known and value.type is None:
             value.type = ir.serde.deserialize_type_proto_for_type(known[value.name])
@@ -161,13 +165,28 @@ def _converted(proto: onnx.ModelProto, name: str) -> ir.Model:
     return model
 
 
-def _statistics(graph: ir.Graph, parameters: Collection[str]) -> Iterator[tuple[str, ir.Value]]:
-    """Yields the running statistics that a training step changes, each with its new value."""
+def _contained(proto: onnx.ModelProto, name: str) -> ir.Model:
+    """Returns a model, after a check that it reads no other files."""
+    model: ir.Model = ir.from_proto(proto)
+    tensors = [value.const_value for graph in model.graphs() for value in graph.initializers.values()]
+    tensors += [attribute.value for node in model.graph.all_nodes() for attribute in node.attributes.values()]
+    if any(isinstance(tensor, ir.ExternalTensor) for tensor in tensors):
+        raise ValueError(f"{name} keeps a tensor in another file, which no model of upstream's generator does")
+    return model
+
+
+def _statistics(graph: ir.Graph, parameters: Collection[str]) -> dict[str, ir.Value]:
+    """Returns the running statistics that a training step changes, each with its new value."""
+    latest: dict[str, ir.Value] = {}
     for node in graph:
         if node.op_type == "BatchNormInternal":
-            for old, new in zip(node.inputs[3:5], node.outputs[1:3], strict=False):
+            for place, (old, new) in enumerate(zip(node.inputs[3:5], node.outputs[1:3], strict=False), 3):
                 if old is not None and old.name in parameters and new.name:
-                    yield str(old.name), new
+                    name = str(old.name)
+                    if name in latest:  # a norm that is used twice
+                        node.replace_input_with(place, latest[name])
+                    latest[name] = new
+    return latest
 
 
 def _index_ranges(graph: ir.Graph, inputs: Mapping[str, ir.Value]) -> Iterator[IndexRange]:
@@ -186,6 +205,11 @@ def _index_ranges(graph: ir.Graph, inputs: Mapping[str, ir.Value]) -> Iterator[I
         elif node.op_type.startswith("SoftmaxCrossEntropyLoss") and "Grad" not in node.op_type:
             size = data.shape[1]
             ignored = node.attributes.get_int("ignore_index", None)  # type: ignore[arg-type]
+            if len(node.inputs) > 3 and node.inputs[3] is not None:  # upstream's operator has it as an input
+                known = ir.convenience.get_const_tensor(node.inputs[3])
+                if known is None:
+                    continue
+                ignored = int(known.numpy().item())
             entry = IndexRange(str(given.name), 0, ignored=ignored, operator=node.op_type)
         if entry is not None and isinstance(size, int):
             yield entry._replace(size=size)
@@ -314,7 +338,7 @@ def optimizer_model(data: bytes, name: str, parameters: Mapping[str, Parameter])
     Raises:
         ValueError: If it is not such a model, or not of AdamW or SGD.
     """
-    model = ir.from_proto(_parsed(data, name))
+    model = _contained(_parsed(data, name), name)
     nodes = {node.op_type: node for node in model.graph}
     optimizer = nodes.pop("AdamWOptimizer", None) or nodes.pop("SGDOptimizerV2", None)
     clip = nodes.pop("InplaceClipGradNorm", None)
@@ -352,7 +376,8 @@ class _Update:
         # A model may have its learning rate in it; then it ignores the runtime's.
         rate = optimizer.inputs[0]
         fixed = None if rate is None else ir.convenience.get_const_tensor(rate)
-        self._used_rate = self._rate if fixed is None else self._op.constant(fixed.numpy())
+        used = self._rate if fixed is None else self._op.constant(fixed.numpy())
+        self._used_rate = self._op.Reshape(used, self._op.ints())  # a scalar fits parameters of any shape
 
     def add(self, parameter: str, spec: Parameter) -> None:
         """Adds a parameter."""
@@ -392,7 +417,7 @@ class _Update:
         old = self._input(UPDATE_COUNT, np.dtype(np.int64), (1,))
         new = old + 1
         self._keep(UPDATE_COUNT, old, new, initial=1.0)
-        return new - 1
+        return self._op.Reshape(new - 1, self._op.ints())
 
     def _adam_update(self, name: str, spec: Parameter, weight: Tensor, gradient: Tensor, count: Tensor) -> Tensor:
         """Returns the new weight, as PyTorch's AdamW (mode 0) or Transformers' (mode 1) computes it."""

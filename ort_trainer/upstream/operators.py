@@ -361,6 +361,7 @@ def _cross_entropy_grad(
     ignore_index: int | None = None,
 ) -> Outputs:  # fmt: skip
     """Writes (softmax - one hot) times the weight of each label, divided by the sum of these weights for a mean."""
+    labels = op.Cast(labels, to=ir.DataType.INT64)
     valid = None if ignore_index is None else op.Not(op.Equal(labels, ignore_index))
     safe = labels if valid is None else op.Where(valid, labels, 0)
     ends = op.CastLike(np.array([0.0, 1.0], np.float32), log_prob)
@@ -445,6 +446,8 @@ def _batch_norm(
     momentum: float = 0.9, training_mode: int = 1,
 ) -> Outputs:  # fmt: skip
     """Writes a batch norm in training mode, which stock engines lack: output, new statistics, the batch's own."""
+    if not training_mode:
+        raise ValueError("its training_mode is 0")
     flat = op.Reshape(x, op.ints(0, 0, -1))
     own = op.ReduceMean(flat, op.ints(0, 2))
     centred = flat - own
@@ -570,7 +573,7 @@ def _average_pool_grad(
         raise ValueError("its ceil_mode is 1: export the model again with windows inside the image")
     dims = len(kernel_shape)
     stride, pads, dilation, _ = _window(dims, strides, pads, auto_pad=auto_pad)
-    ones = op.CastLike(np.ones([1, 1, *kernel_shape], np.float32), dy)
+    ones = op.zeros(op.ints(1, 1, *kernel_shape), dy) + 1
     # Every channel of every sample as a sample of one channel.
     apart = [op.Concat(op.ints(-1, 1), op.slice(v.shape, 2, dims + 2), axis=0) for v in (dy, x)]
     given, like = op.Reshape(dy, apart[0]), op.Reshape(x, apart[1])
@@ -626,7 +629,7 @@ def _slice_grad(
     """Puts the gradient where the slice was, which a slice of all places tells."""
     size = op.ReduceProd(shape, keepdims=1)
     places = op.Reshape(op.Range(0, op.Reshape(size, op.ints()), 1), shape)
-    taken = op.Slice(places, starts, ends, *(value for value in (axes, steps) if value is not None))
+    taken = op.Slice(places, starts, ends, axes, steps)
     flat, where = (op.Reshape(value, op.ints(-1)) for value in (dy, taken))
     return op.Reshape(op.ScatterElements(op.zeros(size, dy), where, flat), shape)
 

@@ -72,6 +72,22 @@ LOSSES: dict[str, tuple[Any, Any, torch.Tensor]] = {
 }
 
 
+@pytest.mark.parametrize("name", ["weighted cross entropy", "weighted binary", "own"])
+def test_constants_of_a_block_are_not_trained(name: str, tmp_path: Path) -> None:
+    generate_artifacts(model(), loss=LOSSES[name][0], artifact_directory=tmp_path)
+    assert [*CheckpointState.load_checkpoint(tmp_path / "checkpoint").parameters] == ["w", "b"]
+
+
+def test_a_layer_of_a_block_is_trained(tmp_path: Path) -> None:
+    class Head(onnxblock.Block):
+        def build(self, hidden: str) -> str:
+            return str(onnxblock.loss.MSELoss()(onnxblock.blocks.Linear(4, 4)(hidden), "y"))
+
+    generate_artifacts(model(), loss=Head(), artifact_directory=tmp_path)
+    names = {*CheckpointState.load_checkpoint(tmp_path / "checkpoint").parameters}
+    assert {"w", "b"} < names and len(names) == 4
+
+
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_loss(name: str, tmp_path: Path) -> None:
     block, function, label = LOSSES[name]
@@ -161,6 +177,9 @@ def test_upstreams_own_blocks(tmp_path: Path) -> None:
 
     config, limit = optimizer_config(theirs.optim.AdamW(weight_decay=0.5, clip_grad=theirs.optim.ClipGradNorm(2.0)))
     assert (config.lambda_coef, limit) == (0.5, 2.0)
+    weighted = theirs.loss.BCEWithLogitsLoss(pos_weight=np.full(4, 2, np.float32))
+    generate_artifacts(model(), loss=weighted, artifact_directory=tmp_path)
+    assert [*CheckpointState.load_checkpoint(tmp_path / "checkpoint").parameters] == ["w", "b"]
     generate_artifacts(model(), loss=theirs.loss.MSELoss(), artifact_directory=tmp_path)
     module = Module(tmp_path / "training_model.onnx", CheckpointState.load_checkpoint(tmp_path / "checkpoint"))
     x = torch.linspace(-2, 2, 15).reshape(5, 3)

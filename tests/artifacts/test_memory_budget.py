@@ -53,6 +53,27 @@ def test_a_large_model_trains_within_a_budget(tmp_path: Path) -> None:
     assert not (tmp_path / "memory.json").exists(), "it belongs to the earlier export"
 
 
+def test_frozen_weights_are_neither_chosen_nor_said_to_be_trained(tmp_path: Path) -> None:
+    model = MLP()
+    model.fc1.requires_grad_(False)
+    arguments: dict[str, Any] = {"loss": LossType.CrossEntropyLoss, "artifact_directory": tmp_path}
+    batch = (torch.randn(4, 8), torch.tensor([0, 1, 2, 0]))
+    generate_artifacts(model, sample_batch=batch, memory_budget="1GB", quantize_frozen="int8", **arguments)
+    said = json.loads((tmp_path / "memory.json").read_text())
+    assert said["trained"] == ["fc2.weight", "fc2.bias"]
+    assert "fc1.weight" not in CheckpointState.load_checkpoint(tmp_path / "checkpoint").parameters
+
+
+def test_an_onnx_model_with_a_predefined_loss(tmp_path: Path) -> None:
+    from .test_blocks import model
+
+    batch = (torch.randn(5, 3), torch.randn(5, 4))
+    generate_artifacts(
+        model(), loss=LossType.MSELoss, artifact_directory=tmp_path, sample_batch=batch, memory_budget="1GB"
+    )
+    assert json.loads((tmp_path / "memory.json").read_text())["batch"] == {"0": [5, 3], "1": [5, 4]}
+
+
 def test_the_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights before biases, the first layer first, the last layer never; as few as necessary."""
     import numpy as np

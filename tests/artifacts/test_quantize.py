@@ -126,6 +126,39 @@ def test_a_trainer_takes_back_what_was_trained(trainer: ORTTrainer, tmp_path: Pa
     assert torch.equal(after["linear.weight"], before) and torch.equal(after["head.bias"], torch.full((3,), 7.0))
 
 
+class Awkward(nn.Module):
+    """Has frozen weights and buffers that must stay as they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(8, 3)
+        self.squared = nn.Parameter(torch.randn(8, 8) / 8, requires_grad=False)
+        self.plain = nn.Parameter(torch.randn(8, 8), requires_grad=False)
+        self.register_buffer("mask", torch.full((8, 8), -torch.inf).triu(1))
+        self.register_buffer("mean", torch.zeros(1, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.mean.copy_(x.detach().mean(0, keepdim=True))
+        attention = (self.mask + 1).softmax(-1)
+        return self.head(torch.tanh(x @ self.plain @ attention @ (self.squared @ self.squared.T)))
+
+
+def test_buffers_and_weights_that_are_multiplied_with_themselves_stay(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Awkward()
+    desc = {"inputs": [("x", ["n", 8]), ("label", ["n"])], "outputs": [("loss", [], True)]}
+    trainer = ORTTrainer(model, desc, optim.SGDConfig(lr=0.1), loss_fn=F.cross_entropy)
+    x, label = torch.randn(4, 8), torch.tensor([0, 1, 2, 0])
+    trainer.prepare((x, label))
+    trainer.export_artifacts(tmp_path, quantize_frozen="int8")
+    state = CheckpointState.load_checkpoint(tmp_path / "checkpoint")
+    assert {*state.parameters} == {"head.weight", "head.bias", "squared", "mask", "mean"}
+    module = Module(tmp_path / "training_model.onnx", state)
+    loss = float(module(x.numpy(), label.numpy()))
+    assert loss == pytest.approx(F.cross_entropy(model(x), label).item(), rel=0.05)
+    np.testing.assert_allclose(state.parameters["mean"].data, x.mean(0, keepdim=True).numpy(), rtol=1e-5)
+
+
 def test_what_is_refused(trainer: ORTTrainer, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"one of \['int8', 'int4'\], but 'int2'"):
         trainer.export_artifacts(tmp_path, quantize_frozen="int2")

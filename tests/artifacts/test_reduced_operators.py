@@ -23,6 +23,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (3, TypeError),
         ("a/ops.config", ValueError),
         ("", ValueError),
+        ("..", ValueError),
+        ("checkpoint", ValueError),
         ("eval_model.onnx", ValueError),
     ):
         with pytest.raises(kind, match="reduced_operators must be"):

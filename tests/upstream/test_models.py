@@ -198,6 +198,66 @@ def _as_adam(proto: onnx.ModelProto, folder: Path, max_norm: float, **attributes
     onnx.save(onnx.helper.make_model(graph, opset_imports=proto.opset_import), folder / "optimizer_model.onnx")
 
 
+def _model(nodes: list[Any], inputs: dict[str, list[Any]], outputs: list[str], initializers: Any = ()) -> bytes:
+    make, float32 = onnx.helper.make_tensor_value_info, onnx.TensorProto.FLOAT
+    integers = {"labels": onnx.TensorProto.INT64, "lazy_reset_grad": onnx.TensorProto.BOOL}
+    given = [make(name, integers.get(name, float32), shape) for name, shape in inputs.items()]
+    graph = onnx.helper.make_graph(nodes, "g", given, [make(name, float32, None) for name in outputs], [*initializers])
+    for value in graph.output:
+        value.ClearField("type")
+    imports = [onnx.helper.make_opsetid("", 18), onnx.helper.make_opsetid("com.microsoft", 1)]
+    return onnx.helper.make_model(graph, opset_imports=imports).SerializeToString()
+
+
+def test_a_parameter_without_dimensions_is_updated() -> None:
+    from ort_trainer.engine.ort import InferenceSession
+    from ort_trainer.upstream.models import Parameter, optimizer_model, to_bytes
+
+    node = onnx.helper.make_node("SGDOptimizerV2", ["learning_rate", "params", "gradients"], ["updated"],
+                                 domain="com.microsoft")  # fmt: skip
+    data = _model([node], {"learning_rate": [1], "params": [], "gradients": []}, ["updated"])
+    model, said = optimizer_model(data, "m", {"s": Parameter(np.dtype(np.float32), ())})
+    given = {"learning_rate": np.array([0.5]), "s": np.array(2.0), "s_grad": np.array(3.0)}
+    session = InferenceSession(to_bytes(model, said))
+    (new,) = session.run(None, {name: value.astype(np.float32) for name, value in given.items()})
+    assert new.shape == () and new == 0.5
+
+
+def test_a_batch_norm_that_is_used_twice_updates_its_statistics_twice() -> None:
+    from ort_trainer.engine.ort import InferenceSession
+    from ort_trainer.upstream.models import step_model, to_bytes
+
+    make, domain = onnx.helper.make_node, "com.microsoft"
+    norms = [
+        make("BatchNormInternal", [x, "scale", "bias", "mean", "var"], [y, *(f"{y}_{part}" for part in "abcd")],
+             domain=domain, momentum=0.5)
+        for x, y in (("x", "y"), ("y", "z"))
+    ]  # fmt: skip
+    gradient = make("ReduceMean", ["z"], ["loss"], keepdims=0)
+    names = ["scale", "scale_grad.accumulation.buffer", "lazy_reset_grad"]
+    accumulate = make("InPlaceAccumulatorV2", [names[1], "scale", names[2]], ["flag"], domain=domain)
+    inputs: dict[str, list[Any]] = {"x": [4, 2], **{key: [2] for key in ("scale", "bias", "mean", "var", names[1])}}
+    data = _model([*norms, gradient, accumulate], {**inputs, names[2]: [1]}, ["loss", "flag"])
+    model, said = step_model(data, "m", "training", ["scale", "bias", "mean", "var"])
+    assert said.buffer_updates.keys() == {"mean", "var"}
+    x = np.arange(8, dtype=np.float32).reshape(4, 2)
+    given = {name: np.ones(2, np.float32) for name in inputs if name != "x"}
+    session = InferenceSession(to_bytes(model, said))
+    (mean,) = session.run([said.buffer_updates["mean"]], {**given, "x": x, names[2]: np.array([True])})
+    # The mean of x, then that of what the norm returned, which is the bias.
+    np.testing.assert_allclose(mean, 0.5 * (0.5 * 1 + 0.5 * x.mean(0)) + 0.5 * 1, rtol=1e-5)
+
+
+def test_models_name_no_other_files(mlp: Path) -> None:
+    proto = onnx.load(mlp / "optimizer_model.onnx")
+    tensor = proto.graph.initializer.add(name="learning_rate", data_type=onnx.TensorProto.FLOAT, dims=[1])
+    tensor.data_location = onnx.TensorProto.EXTERNAL
+    tensor.external_data.add(key="location", value="secret")
+    onnx.save(proto, mlp / "optimizer_model.onnx")
+    with pytest.raises(ValueError, match="keeps a tensor in another file"):
+        convert_artifacts(mlp, mlp.parent / "target")
+
+
 def _changed(path: Path, operator: str, other: str) -> None:
     proto = onnx.load(path)
     for node in proto.graph.node:

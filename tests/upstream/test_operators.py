@@ -16,6 +16,7 @@ from ort_trainer.upstream.models import step_model, to_bytes
 from ort_trainer.upstream.operators import OPERATORS, RENAMED
 
 Tensors = list[torch.Tensor]
+DOMAIN = "com.microsoft"
 R = np.random.default_rng(0)
 
 
@@ -108,6 +109,11 @@ def cross_entropy(reduction: str, weighted: bool = False, ignored: int | None = 
         scores,
     )
     return [dy, scores.log_softmax(1), labels, *([] if weights is None else [weights])], expected
+
+
+def narrow_labels() -> tuple[Tensors, Tensors]:
+    (dy, scores, labels), expected = cross_entropy("mean", False, -1)
+    return [dy, scores, labels.int()], expected
 
 
 def cross_entropy_forward() -> tuple[Tensors, Tensors]:
@@ -237,6 +243,7 @@ CASES: dict[str, tuple[str, dict[str, Any], tuple[Tensors, Tensors]]] = {
         *("SoftmaxCrossEntropyLossGrad", {"ignore_index": -1}),
         cross_entropy("mean", True, -1),
     ),
+    "cross entropy, labels of 32 bits": ("SoftmaxCrossEntropyLossGrad", {"ignore_index": -1}, narrow_labels()),
     "cross entropy, an ignored class": (
         "SoftmaxCrossEntropyLossGrad",
         {"ignore_index": 2},
@@ -328,6 +335,14 @@ def test_the_gradient_of_a_max_pool() -> None:
         onnx.helper.make_node("MaxPoolGrad", ["dy", "places"], ["x_grad"], **window),
     ]
     check(run(nodes, {"x": given, "dy": dy}, ["y", "x_grad"]), expected)
+
+
+def test_a_slice_with_steps_and_no_axes() -> None:
+    given = x(5, 6)
+    dy, expected = gradients(lambda a: a[0:5:2, 1:6], given)
+    inputs = {"dy": dy, "shape": sizes(given), "starts": ints(0, 1), "ends": ints(5, 6), "steps": ints(2, 1)}
+    node = onnx.helper.make_node("SliceGrad", ["dy", "shape", "starts", "ends", "", "steps"], ["dx"], domain=DOMAIN)
+    check(run([node], inputs, ["dx"]), expected)
 
 
 def test_an_ignored_label_as_a_constant() -> None:

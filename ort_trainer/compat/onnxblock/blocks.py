@@ -117,9 +117,10 @@ class Block(ABC):
         return results[0]
 
     def _keep(self, hint: str, value: Any) -> str:
-        """Adds an initializer, and returns its name."""
+        """Adds a constant, and returns its name. (An initializer could be taken for a weight, and be trained.)"""
         name = self._handle.name(hint)
-        self.base.graph.initializer.append(onnx.numpy_helper.from_array(np.asarray(value), name))
+        tensor = onnx.numpy_helper.from_array(np.asarray(value), name)
+        self.base.graph.node.append(onnx.helper.make_node("Constant", [], [name], name + "_node", value=tensor))
         return name
 
 
@@ -281,5 +282,8 @@ class Linear(Block):
         bound = self._sizes[0] ** -0.5
         shapes = {"linear.weight": self._sizes, **({"linear.bias": self._sizes[1:]} if self._bias else {})}
         draw = np.random.default_rng().uniform
-        weights = [self._keep(hint, draw(-bound, bound, shape).astype(np.float32)) for hint, shape in shapes.items()]
+        weights = [self._handle.name(hint) for hint in shapes]
+        for weight, shape in zip(weights, shapes.values(), strict=True):
+            value = draw(-bound, bound, shape).astype(np.float32)
+            self.base.graph.initializer.append(onnx.numpy_helper.from_array(value, weight))
         return self._add("Gemm", [name, *weights], **self._factors)

@@ -58,11 +58,12 @@ class CrossEntropyLoss(_Loss):
 
     def build(self, scores_input_name: str, labels_name: str = "labels") -> str:
         """Adds the loss of scores."""
+        is_new = not self._handle.has(labels_name)
         names = [scores_input_name, self._target(scores_input_name, labels_name)]
-        for value in self.base.graph.input:
-            if value.name == labels_name and value.type.tensor_type.elem_type == onnx.TensorProto.FLOAT:
-                value.type.tensor_type.elem_type = onnx.TensorProto.INT64
-                del value.type.tensor_type.shape.dim[1]
+        if is_new:
+            kind = self.base.graph.input[-1].type.tensor_type
+            kind.elem_type = onnx.TensorProto.INT64
+            del kind.shape.dim[1:2]
         if self._weight is not None:
             names.append(self._keep("weight", np.asarray(self._weight, np.float32)))
         return self._add(

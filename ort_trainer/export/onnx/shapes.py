@@ -24,7 +24,7 @@ def fixed_sizes(model: ir.Model) -> ir.Model:
     """
     inputs = {str(value.name) for value in model.graph.inputs}
     for node in model.graph:
-        if len(node.inputs) < 2 or node.inputs[0] is None or node.inputs[1] is None:
+        if node.domain or len(node.inputs) < 2:
             continue
         given, weight = node.inputs[:2]
         if given is None or weight is None or given.name not in inputs or not given.shape or not weight.shape:
@@ -52,14 +52,15 @@ def known_shapes(model: ir.Model) -> dict[str, tuple[int | str | None, ...] | No
     """
     blank = model.clone()
     for value in blank.graph.outputs:
-        value.shape = None
+        if value not in blank.graph.inputs:
+            value.shape = None
     infer_shapes(blank)
     found = {str(value.name): shape_of(value) for value in blank.graph.inputs}
     for value, inferred in zip(model.graph.outputs, blank.graph.outputs, strict=True):
         said, better = shape_of(value), shape_of(inferred)
         if said is not None and better is not None and len(said) == len(better):
             better = tuple(new or old for new, old in zip(better, said, strict=True))
-        found[str(value.name)] = better or said
+        found[str(value.name)] = said if better is None else better
     return found
 
 

@@ -8,12 +8,15 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import onnx
+import onnx.parser
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from ort_trainer import ExportError, ORTTrainer, ORTTrainerOptions, optim
+from ort_trainer.export.onnx import known_shapes, load_onnx_model, shape_of
 
 from ...helpers import assert_close
 
@@ -264,3 +267,36 @@ def test_bert_trains_batches_of_every_size(exporter: str, tmp_path: Path) -> Non
     trainer = trainer_of(path, model)
     assert_trains_like_pytorch(trainer, model, [(4, 5), *itertools.product((1, 2), (1, 7))])
     assert [dict(graph.fixed) for graph in trainer.session.graphs(True)] == [{}]
+
+
+MODELS = {
+    "Gemm": ("y = Gemm(x, w)", "n,features", [7, 3], ("n", 7)),
+    "Gemm, transposed": ("y = Gemm<transB = 1>(x, w)", "n,features", [3, 7], ("n", 7)),
+    "MatMul": ("y = MatMul(x, w)", "n,time,features", [7, 3], ("n", "time", 7)),
+    "MatMul of batches": ("y = MatMul(x, w)", "n,time,features", [2, 7, 3], ("n", "time", "features")),
+    "Conv": ("y = Conv<group = 2>(x, w)", "n,channels,a,b", [4, 3, 1, 1], ("n", 6, "a", "b")),
+    "another domain": ("y = own.Gemm(x, w)", "n,features", [7, 3], ("n", "features")),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_weight_fixes_sizes_that_the_file_names(name: str) -> None:
+    text, given, weight, expected = MODELS[name]
+    proto = onnx.parser.parse_model(
+        f'<ir_version: 8, opset_import: ["" : 17, "own" : 1]> g (float[{given}] x) => (float y) {{ {text} }}'
+    )
+    value = torch.zeros(weight).numpy()
+    proto.graph.initializer.append(onnx.numpy_helper.from_array(value, "w"))
+    loaded = load_onnx_model(proto)
+    assert shape_of(next(value for value in loaded.model.graph.inputs if value.name == "x")) == expected
+
+
+def test_an_output_has_the_sizes_of_the_inputs_under_their_names() -> None:
+    proto = onnx.parser.parse_model(
+        '<ir_version: 8, opset_import: ["" : 17]> '
+        "g (float[n,3] x) => (float[out_n,out_k] y, float[n,3] x, float[own] z)"
+        "{ y = Gemm(x, w) s = Shape(x) z = Reshape(x, s) }"
+    )
+    proto.graph.initializer.append(onnx.numpy_helper.from_array(torch.zeros(3, 4).numpy(), "w"))
+    found = known_shapes(load_onnx_model(proto).model)
+    assert (found["x"], found["y"]) == (("n", 3), ("n", 4))
