@@ -59,6 +59,27 @@ def test_the_headers_have_every_name() -> None:
         assert [name for name in names if not re.search(rf"\b{name.rpartition('::')[2]}\b", text)] == []
 
 
+def test_the_names_in_each_language() -> None:
+    root = HERE.parent.parent
+    scripts = [path.read_text() for path in (root / "js" / "src").glob("*.ts")]
+    headers = [(root / "c" / "include" / f"ort_trainer_{kind}_api.h").read_text() for kind in ("c", "cxx")]
+    table = PAGE.partition("## In each language")[2].partition("\n## ")[0]
+    _, *rows = re.findall(r"^\| [a-z][^|]+ \|([^|]*)\|([^|]*)\|([^|]*)\|([^|]*)\|$", table, re.MULTILINE)
+    assert len(rows) > 20
+    for row in rows:
+        python, script, *native = (re.findall(r"`([^`]+)`", cell) for cell in row)
+        assert python
+        for name in python:
+            assert resolve(f"ort_trainer.api.{name}") is not None
+        for name in script:
+            kind, _, method = name.rpartition(".")
+            begin = rf"export class {kind}\b" if kind else rf"export (async )?function {method}\b"
+            (code,) = (code for code in scripts if re.search(begin, code))
+            assert not kind or re.search(rf"^  (static )?(async )?{method}\(", code, re.MULTILINE), name
+        for header, names in zip(headers, native, strict=True):
+            assert [name for name in names if not re.search(rf"\b{name}\b", header)] == []
+
+
 def test_every_name_has_a_check() -> None:
     assert sorted(CHECKS) == sorted(old for old, _, _ in ROWS)
 
