@@ -90,6 +90,10 @@ class Emitter:
         """The nodes so far."""
         return self._tape.nodes
 
+    def inner(self) -> Emitter:
+        """Returns an emitter for a graph within a node; its values have other names."""
+        return Emitter(self._opset_imports, self._names, self._prefix)
+
     def name(self, hint: str) -> str:
         """Returns an unused name."""
         return self._names.unique(f"{self._prefix}.{hint}")

@@ -25,6 +25,7 @@ from ..core.optimizer_keys import UPDATE_COUNT
 from ..step.accumulate import accumulate
 from ..step.contract import METADATA, OptimizerModel, Slot, Step, TensorSpec, to_metadata
 from ..step.emitter import Emitter, Names, infer_node
+from . import recurrent  # noqa: F401 - its operators join the table
 from .operators import OPERATORS, RENAMED, Nodes, Tensor
 
 __all__ = ["Parameter", "damage_told", "optimizer_model", "step_model", "to_bytes"]

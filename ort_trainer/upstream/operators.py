@@ -17,7 +17,7 @@ import onnx_ir as ir
 
 from ..step.emitter import Emitter
 
-__all__ = ["OPERATORS", "RENAMED", "Nodes", "Tensor"]
+__all__ = ["OPERATORS", "RENAMED", "Nodes", "Outputs", "Tensor", "operator"]
 
 Outputs = Any
 OPERATORS: dict[str, Callable[..., Outputs]] = {}
@@ -145,7 +145,7 @@ class Nodes:
         return given.value if isinstance(given, Tensor) else self.emit.constant(given, dtype)
 
 
-def _operator(*names: str) -> Callable[[Callable[..., Outputs]], Callable[..., Outputs]]:
+def operator(*names: str) -> Callable[[Callable[..., Outputs]], Callable[..., Outputs]]:
     """Adds a function to the table, under its operator's names."""
 
     def add(function: Callable[..., Outputs]) -> Callable[..., Outputs]:
@@ -158,54 +158,54 @@ def _operator(*names: str) -> Callable[[Callable[..., Outputs]], Callable[..., O
 # Activations
 
 
-@_operator("ReluGrad")
+@operator("ReluGrad")
 def _relu_grad(op: Nodes, dy: Tensor, y: Tensor) -> Outputs:
     return op.Where(y > 0, dy, 0)
 
 
-@_operator("LeakyReluGrad")
+@operator("LeakyReluGrad")
 def _leaky_relu_grad(op: Nodes, dy: Tensor, y: Tensor, alpha: float = 0.01) -> Outputs:
     return op.Where(y > 0, dy, dy * alpha)
 
 
-@_operator("SigmoidGrad")
+@operator("SigmoidGrad")
 def _sigmoid_grad(op: Nodes, dy: Tensor, y: Tensor) -> Outputs:
     return dy * y * (1 - y)
 
 
-@_operator("TanhGrad")
+@operator("TanhGrad")
 def _tanh_grad(op: Nodes, dy: Tensor, y: Tensor) -> Outputs:
     return dy * (1 - y * y)
 
 
-@_operator("Gelu")
+@operator("Gelu")
 def _gelu(op: Nodes, x: Tensor) -> Outputs:
     return x * 0.5 * (op.Erf(x * _SQRT_HALF) + 1)
 
 
-@_operator("BiasGelu")
+@operator("BiasGelu")
 def _bias_gelu(op: Nodes, x: Tensor, bias: Tensor) -> Outputs:
     return _gelu(op, x + bias)
 
 
-@_operator("GeluGrad")
+@operator("GeluGrad")
 def _gelu_grad(op: Nodes, dy: Tensor, x: Tensor) -> Outputs:
     density = op.Exp(x * x * -0.5) * (1 / math.sqrt(2 * math.pi))
     return dy * ((op.Erf(x * _SQRT_HALF) + 1) * 0.5 + x * density)
 
 
-@_operator("BiasGeluGrad_dX")
+@operator("BiasGeluGrad_dX")
 def _bias_gelu_grad(op: Nodes, dy: Tensor, x: Tensor, bias: Tensor) -> Outputs:
     return _gelu_grad(op, dy, x + bias)
 
 
-@_operator("FastGelu")
+@operator("FastGelu")
 def _fast_gelu(op: Nodes, x: Tensor, bias: Tensor | None = None) -> Outputs:
     x = x if bias is None else x + bias
     return x * 0.5 * (op.Tanh((x + x * x * x * _CUBIC) * _SQRT_2_PI) + 1)
 
 
-@_operator("FastGeluGrad")
+@operator("FastGeluGrad")
 def _fast_gelu_grad(op: Nodes, dy: Tensor, x: Tensor) -> Outputs:
     squared = x * x
     tanh = op.Tanh((x + x * squared * _CUBIC) * _SQRT_2_PI)
@@ -213,44 +213,44 @@ def _fast_gelu_grad(op: Nodes, dy: Tensor, x: Tensor) -> Outputs:
     return dy * ((tanh + 1) * 0.5 + x * 0.5 * (1 - tanh * tanh) * slope)
 
 
-@_operator("BiasFastGeluGrad_dX")
+@operator("BiasFastGeluGrad_dX")
 def _bias_fast_gelu_grad(op: Nodes, dy: Tensor, x: Tensor, bias: Tensor) -> Outputs:
     return _fast_gelu_grad(op, dy, x + bias)
 
 
-@_operator("QuickGelu")
+@operator("QuickGelu")
 def _quick_gelu(op: Nodes, x: Tensor, alpha: float = 1.702) -> Outputs:
     return x * op.Sigmoid(x * alpha)
 
 
-@_operator("QuickGeluGrad")
+@operator("QuickGeluGrad")
 def _quick_gelu_grad(op: Nodes, dy: Tensor, x: Tensor, alpha: float = 1.702) -> Outputs:
     gate = op.Sigmoid(x * alpha)
     return dy * gate * (x * alpha * (1 - gate) + 1)
 
 
-@_operator("SoftmaxGrad_13")
+@operator("SoftmaxGrad_13")
 def _softmax_grad(op: Nodes, dy: Tensor, y: Tensor, axis: int = -1) -> Outputs:
     return y * (dy - op.sum(dy * y, [axis]))
 
 
-@_operator("LogSoftmaxGrad_13")
+@operator("LogSoftmaxGrad_13")
 def _log_softmax_grad(op: Nodes, dy: Tensor, y: Tensor, axis: int = -1) -> Outputs:
     return dy - op.Exp(y) * op.sum(dy, [axis])
 
 
-@_operator("SoftmaxGrad")
+@operator("SoftmaxGrad")
 def _flat_softmax_grad(op: Nodes, dy: Tensor, y: Tensor, axis: int = 1) -> Outputs:
     """Writes the gradient of softmax before opset 13, over all dimensions from the axis on."""
     return op.Reshape(_softmax_grad(op, *(op.Flatten(value, axis=axis) for value in (dy, y))), y.shape)
 
 
-@_operator("LogSoftmaxGrad")
+@operator("LogSoftmaxGrad")
 def _flat_log_softmax_grad(op: Nodes, dy: Tensor, y: Tensor, axis: int = 1) -> Outputs:
     return op.Reshape(_log_softmax_grad(op, *(op.Flatten(value, axis=axis) for value in (dy, y))), y.shape)
 
 
-@_operator("DropoutGrad")
+@operator("DropoutGrad")
 def _dropout_grad(
     op: Nodes, dy: Tensor, mask: Tensor, ratio: Tensor | None = None, training: Tensor | None = None
 ) -> Outputs:
@@ -262,13 +262,13 @@ def _dropout_grad(
 # Arithmetic
 
 
-@_operator("Scale")
+@operator("Scale")
 def _scale(op: Nodes, x: Tensor, scale: Tensor, scale_down: int = 0) -> Outputs:
     scale = op.CastLike(scale, x)
     return x / scale if scale_down else x * scale
 
 
-@_operator("ScaledSum")
+@operator("ScaledSum")
 def _scaled_sum(
     op: Nodes, x: Tensor, y: Tensor, z: Tensor | None = None, *, scale_0: float, scale_1: float, scale_2: float = 0.0
 ) -> Outputs:
@@ -276,12 +276,12 @@ def _scaled_sum(
     return total if z is None else total + z * scale_2
 
 
-@_operator("BatchScale")
+@operator("BatchScale")
 def _batch_scale(op: Nodes, x: Tensor, *, scale_0: float, scale_1: float, scale_2: float | None = None) -> Outputs:
     return [x * scale for scale in (scale_0, scale_1, scale_2) if scale is not None]
 
 
-@_operator("DivGrad")
+@operator("DivGrad")
 def _div_grad(op: Nodes, dy: Tensor, a: Tensor, b: Tensor) -> Outputs:
     return _sum_to(op, dy / b, a), _sum_to(op, -(dy * a) / (b * b), b)
 
@@ -292,7 +292,7 @@ def _sum_to(op: Nodes, x: Tensor, like: Tensor) -> Tensor:
     return op.Reshape(op.sum(x, axes), like.shape)
 
 
-@_operator("BroadcastGradientArgs")
+@operator("BroadcastGradientArgs")
 def _broadcast_gradient_args(op: Nodes, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     rank = op.Max(op.Shape(a), op.Shape(b))
 
@@ -308,7 +308,7 @@ def _broadcast_gradient_args(op: Nodes, a: Tensor, b: Tensor) -> tuple[Tensor, T
     return axes(first, second), axes(second, first)
 
 
-@_operator("FusedMatMul")
+@operator("FusedMatMul")
 def _fused_matmul(
     op: Nodes, a: Tensor, b: Tensor, alpha: float = 1.0, transA: int = 0, transB: int = 0, transBatchA: int = 0,
     transBatchB: int = 0,
@@ -329,14 +329,14 @@ def _transposed(op: Nodes, x: Tensor, last: int, batch: int) -> Tensor:
     return op.Transpose(x, perm=order)
 
 
-@_operator("FakeQuant")
+@operator("FakeQuant")
 def _fake_quant(op: Nodes, x: Tensor, scale: Tensor, zero: Tensor, quant_min: int = 0, quant_max: int = 255) -> Outputs:
     levels = op.Round(x / scale) + zero
     inside = op.And(op.GreaterOrEqual(levels, quant_min), op.LessOrEqual(levels, quant_max))
     return (op.Clip(levels, float(quant_min), float(quant_max)) - zero) * scale, inside
 
 
-@_operator("FakeQuantGrad")
+@operator("FakeQuantGrad")
 def _fake_quant_grad(op: Nodes, dy: Tensor, mask: Tensor) -> Outputs:
     return op.Where(mask, dy, 0)
 
@@ -344,7 +344,7 @@ def _fake_quant_grad(op: Nodes, dy: Tensor, mask: Tensor) -> Outputs:
 # Losses
 
 
-@_operator("SoftmaxCrossEntropyLossInternal")
+@operator("SoftmaxCrossEntropyLossInternal")
 def _cross_entropy(
     op: Nodes, scores: Tensor, labels: Tensor, weights: Tensor | None = None, ignored: Tensor | None = None,
     reduction: str = "mean", output_type: int | None = None,
@@ -355,7 +355,7 @@ def _cross_entropy(
     return op.several("SoftmaxCrossEntropyLoss", *given, outputs=2, reduction=reduction, **more)
 
 
-@_operator("SoftmaxCrossEntropyLossGrad")
+@operator("SoftmaxCrossEntropyLossGrad")
 def _cross_entropy_grad(
     op: Nodes, dy: Tensor, log_prob: Tensor, labels: Tensor, weights: Tensor | None = None, reduction: str = "mean",
     ignore_index: int | None = None,
@@ -378,7 +378,7 @@ def _cross_entropy_grad(
     return gradient if kept is None else gradient * op.Unsqueeze(kept, op.ints(1))
 
 
-@_operator("SoftmaxCrossEntropyLossInternalGrad")
+@operator("SoftmaxCrossEntropyLossInternalGrad")
 def _cross_entropy_internal_grad(
     op: Nodes, dy: Tensor, log_prob: Tensor, labels: Tensor, weights: Tensor | None = None,
     ignored: Tensor | None = None, bias: Tensor | None = None, reduction: str = "mean", output_type: int | None = None,
@@ -398,7 +398,7 @@ def _ignored(given: Tensor | None) -> int | None:
 # Norms
 
 
-@_operator("SimplifiedLayerNormalization")
+@operator("SimplifiedLayerNormalization")
 def _rms_norm(
     op: Nodes, x: Tensor, scale: Tensor, axis: int = -1, epsilon: float = 1e-5, stash_type: int = 1
 ) -> Outputs:
@@ -407,19 +407,19 @@ def _rms_norm(
     return x * inverse * scale, inverse
 
 
-@_operator("LayerNormalizationGrad")
+@operator("LayerNormalizationGrad")
 def _layer_norm_grad(
     op: Nodes, dy: Tensor, x: Tensor, scale: Tensor, mean: Tensor, inverse: Tensor, **settings: Any
 ) -> Outputs:
     return _norm_grad(op, dy, (x - mean) * inverse, scale, inverse, centred=True)
 
 
-@_operator("SimplifiedLayerNormalizationGrad")
+@operator("SimplifiedLayerNormalizationGrad")
 def _rms_norm_grad(op: Nodes, dy: Tensor, x: Tensor, scale: Tensor, inverse: Tensor, **settings: Any) -> Outputs:
     return _norm_grad(op, dy, x * inverse, scale, inverse, centred=False)[:2]
 
 
-@_operator("InvertibleLayerNormalizationGrad")
+@operator("InvertibleLayerNormalizationGrad")
 def _invertible_norm_grad(
     op: Nodes, dy: Tensor, y: Tensor, scale: Tensor, bias: Tensor, inverse: Tensor, **settings: Any
 ) -> Outputs:
@@ -440,7 +440,7 @@ def _norm_grad(
     return inner * inverse, sums[0], sums[1]
 
 
-@_operator("BatchNormInternal")
+@operator("BatchNormInternal")
 def _batch_norm(
     op: Nodes, x: Tensor, scale: Tensor, bias: Tensor, mean: Tensor, variance: Tensor, epsilon: float = 1e-5,
     momentum: float = 0.9, training_mode: int = 1,
@@ -460,7 +460,7 @@ def _batch_norm(
     return op.Reshape(y, x.shape), means, variance * momentum + spread * (1 - momentum), own, inverse
 
 
-@_operator("BatchNormalizationGrad")
+@operator("BatchNormalizationGrad")
 def _batch_norm_grad(
     op: Nodes, dy: Tensor, x: Tensor, scale: Tensor, mean: Tensor, inverse: Tensor, epsilon: float = 1e-5
 ) -> Outputs:
@@ -476,7 +476,7 @@ def _batch_norm_grad(
 # Convolution and pooling
 
 
-@_operator("ConvGrad")
+@operator("ConvGrad")
 def _conv_grad(op: Nodes, dy: Tensor, x: Tensor, w: Tensor, **attributes: Any) -> Outputs:
     stride, pads, dilation, group = _window(w.rank - 2, **attributes)
     return (
@@ -486,7 +486,7 @@ def _conv_grad(op: Nodes, dy: Tensor, x: Tensor, w: Tensor, **attributes: Any) -
     )
 
 
-@_operator("ConvTransposeGrad")
+@operator("ConvTransposeGrad")
 def _conv_transpose_grad(
     op: Nodes, dy: Tensor, x: Tensor, w: Tensor, output_padding: Any = None, **attributes: Any
 ) -> Outputs:
@@ -552,7 +552,7 @@ def _kernel(
     return op.Reshape(op.Transpose(full, perm=[1, 0, *range(2, w.rank)]), w.shape)
 
 
-@_operator("MaxPoolGrad")
+@operator("MaxPoolGrad")
 def _max_pool_grad(op: Nodes, dy: Tensor, indices: Tensor, **window: Any) -> Outputs:
     pool = indices.value.producer()
     if pool is None or pool.inputs[0] is None:
@@ -563,7 +563,7 @@ def _max_pool_grad(op: Nodes, dy: Tensor, indices: Tensor, **window: Any) -> Out
     return op.Reshape(op.ScatterElements(zeros, places, flat, reduction="add"), x.shape)
 
 
-@_operator("AveragePoolGrad")
+@operator("AveragePoolGrad")
 def _average_pool_grad(
     op: Nodes, dy: Tensor, x: Tensor, *, kernel_shape: Sequence[int], strides: Any = None, pads: Any = None,
     auto_pad: str = "NOTSET", count_include_pad: int = 0, ceil_mode: int = 0,
@@ -586,7 +586,7 @@ def _average_pool_grad(
 # Indexing
 
 
-@_operator("GatherGrad")
+@operator("GatherGrad")
 def _gather_grad(op: Nodes, shape: Tensor, indices: Tensor, dy: Tensor, axis: int = 0) -> Outputs:
     if axis:  # the axis first, with all dimensions before it as one
         before = op.ReduceProd(op.slice(shape, 0, axis), keepdims=1)
@@ -606,12 +606,12 @@ def _scattered(op: Nodes, shape: Tensor, indices: Tensor, updates: Tensor) -> Te
     return op.ScatterND(op.zeros(shape, updates), places, rows, reduction="add")
 
 
-@_operator("GatherElementsGrad")
+@operator("GatherElementsGrad")
 def _gather_elements_grad(op: Nodes, dy: Tensor, shape: Tensor, indices: Tensor, axis: int = 0) -> Outputs:
     return op.ScatterElements(op.zeros(shape, dy), indices, dy, axis=axis, reduction="add")
 
 
-@_operator("GatherNDGrad")
+@operator("GatherNDGrad")
 def _gather_nd_grad(op: Nodes, shape: Tensor, indices: Tensor, dy: Tensor, batch_dims: int = 0) -> Outputs:
     for axis in reversed(range(batch_dims)):  # the place in each dimension of the batch goes before the indices
         length = op.Reshape(op.Gather(shape, op.ints(axis)), op.ints())
@@ -621,7 +621,7 @@ def _gather_nd_grad(op: Nodes, shape: Tensor, indices: Tensor, dy: Tensor, batch
     return op.ScatterND(op.zeros(shape, dy), indices, dy, reduction="add")
 
 
-@_operator("SliceGrad")
+@operator("SliceGrad")
 def _slice_grad(
     op: Nodes, dy: Tensor, shape: Tensor, starts: Tensor, ends: Tensor, axes: Tensor | None = None,
     steps: Tensor | None = None,
@@ -634,7 +634,7 @@ def _slice_grad(
     return op.Reshape(op.ScatterElements(op.zeros(size, dy), where, flat), shape)
 
 
-@_operator("ConcatTraining")
+@operator("ConcatTraining")
 def _concat(op: Nodes, *values: Tensor, axis: int) -> Outputs:
     lengths = [op.Gather(value.shape, op.ints(axis)) for value in values]
     return op.Concat(*values, axis=axis), op.Concat(*lengths, axis=0)

@@ -39,10 +39,21 @@ class _Transformer(nn.Module):
         return self.last(torch.tanh(self.layer(self.embedding(x))[:, 0]))
 
 
+class _Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.LSTM(5, 6), nn.GRU(6, 7), nn.Linear(7, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden, _ = self.first(x)
+        return self.last(self.second(hidden)[0][-1])
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "mlp": lambda: nn.Sequential(nn.Linear(6, 9), nn.ReLU(), nn.Linear(9, 4)),
     "convolutions": _Convolutions,
     "transformer": _Transformer,
+    "recurrent": _Recurrent,
 }
 
 
@@ -51,6 +62,8 @@ def batch(kind: str, number: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any,
     random, size = np.random.default_rng(number), 3 + number % 2
     if kind == "transformer":
         return random.integers(0, 11, (size, 5)), random.integers(0, 3, size)
+    if kind == "recurrent":
+        return random.standard_normal((4, size, 5)).astype(np.float32), random.integers(0, 3, size)
     shape, classes = ((size, 6), 4) if kind == "mlp" else ((size, 1, 8, 8), 5)
     return random.standard_normal(shape).astype(np.float32), random.integers(0, classes, size)
 
@@ -83,7 +96,7 @@ def write(kind: str, folder: Path) -> None:
         dynamo=False,
         input_names=["x"],
         output_names=["y"],
-        dynamic_axes={"x": {0: "n"}, "y": {0: "n"}},
+        dynamic_axes={"x": {int(kind == "recurrent"): "n"}, "y": {0: "n"}},
     )
     proto = onnx.load(file)
     file.unlink()

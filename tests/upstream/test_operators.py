@@ -9,6 +9,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 from ort_trainer.engine.ort import InferenceSession
@@ -358,8 +359,103 @@ def test_an_ignored_label_as_a_constant() -> None:
     assert loss == pytest.approx(F.cross_entropy(scores, labels, ignore_index=3).item(), rel=1e-6)
 
 
+STEPS, BATCH, INPUTS, HIDDEN = 4, 3, 5, 6
+
+
+def recurrent(kind: str, order: tuple[int, ...], full: bool) -> tuple[dict[str, torch.Tensor], Tensors, dict[str, Any]]:
+    """Returns the inputs of both operators, PyTorch's results, and the gradients of its results.
+
+    Args:
+        kind: LSTM or GRU.
+        order: The places in PyTorch's weights of the gates in their order in ONNX.
+        full: Whether there are biases, first states, and gradients of all results.
+    """
+    torch.manual_seed(4)
+    layer: Any = getattr(nn, kind)(INPUTS, HIDDEN, bias=full)
+
+    def turned(weight: torch.Tensor) -> torch.Tensor:
+        return torch.cat([weight.chunk(len(order))[place] for place in order])
+
+    inputs = {"X": x(STEPS, BATCH, INPUTS)}
+    inputs |= {"W": turned(layer.weight_ih_l0)[None], "R": turned(layer.weight_hh_l0)[None]}
+    first = {name: x(1, BATCH, HIDDEN) for name in (("H0", "C0") if kind == "LSTM" else ("H0",))} if full else {}
+    if full:
+        inputs["B"] = torch.cat([turned(layer.bias_ih_l0), turned(layer.bias_hh_l0)])[None]
+    leaves = [value.detach().requires_grad_() for value in (inputs["X"], *first.values())]
+    states = tuple(leaves[1:]) if kind == "LSTM" else (leaves[1] if full else None)
+    every, last = layer(leaves[0], states if full else None)
+    results = [every[:, None], *(last if kind == "LSTM" else [last])]
+    given = [x(*value.shape) for value in results]
+    total = sum((value * gradient).sum() for value, gradient in zip(results, given, strict=True))
+    total.backward()
+    weights = [turned(layer.weight_ih_l0.grad)[None], turned(layer.weight_hh_l0.grad)[None]]
+    if full:
+        weights.append(torch.cat([turned(layer.bias_ih_l0.grad), turned(layer.bias_hh_l0.grad)])[None])
+    gradients = dict(zip(("dX", "dW", "dR", "dB"), [leaves[0].grad, *weights], strict=False))
+    gradients |= {f"d{name}": leaf.grad for name, leaf in zip(first, leaves[1:], strict=True)}
+    return {**inputs, **first}, [value.detach() for value in results], {"given": given, "expected": gradients}
+
+
+@pytest.mark.parametrize("full", [True, False])
+@pytest.mark.parametrize("kind", ["LSTM", "GRU"])
+def test_recurrent_layers(kind: str, full: bool) -> None:
+    order = (0, 3, 1, 2) if kind == "LSTM" else (1, 0, 2)
+    inputs, results, gradients = recurrent(kind, order, full)
+    inputs = {name: value.detach() for name, value in inputs.items()}
+    settings = {"hidden_size": HIDDEN, **({} if kind == "LSTM" else {"linear_before_reset": 1})}
+    make = onnx.helper.make_node
+    optional = [name if name in inputs else "" for name in ("B", "SL", "H0", *(["C0"] if kind == "LSTM" else []))]
+    forward = ["all", "last", "cell", "cells", "gates"] if kind == "LSTM" else ["all", "last", "gates"]
+    given = {f"d_{name}": value for name, value in zip(forward, gradients["given"], strict=False)}
+    kept = ["all", "cells", "gates"] if kind == "LSTM" else ["all", "gates"]
+    taken = ["X", "W", "R", *(optional[1:] if kind == "LSTM" else optional), *kept, *given]
+    outputs = ["dX", "dW", "dR", "dB", "dH0", "dC0"][: 6 if kind == "LSTM" else 5]
+    nodes = [
+        make(f"{kind}Training", ["X", "W", "R", *optional], forward, domain=DOMAIN, **settings),
+        make(f"{kind}Grad", taken, outputs, domain=DOMAIN, **settings),
+    ]
+    wanted = gradients["expected"]
+    found = run(nodes, {**inputs, **given}, [*forward[: len(results)], *wanted])
+    check(found, [*results, *wanted.values()])
+
+
+def test_a_gru_that_resets_before_the_product() -> None:
+    """ONNX's default, which PyTorch's layer does not have."""
+    inputs = {"X": x(STEPS, BATCH, INPUTS), "W": x(1, 3 * HIDDEN, INPUTS), "R": x(1, 3 * HIDDEN, HIDDEN) / 3}
+    inputs |= {"B": x(1, 6 * HIDDEN), "H0": x(1, BATCH, HIDDEN)}
+    leaves = {name: value.clone().requires_grad_() for name, value in inputs.items()}
+    w, (of_inputs, of_states) = leaves["W"][0], leaves["B"][0].chunk(2)
+    rz, rr, rn = leaves["R"][0].chunk(3)
+    h, every = leaves["H0"][0], []
+    for step in leaves["X"]:
+        xz, xr, xn = (step @ w.T + of_inputs).chunk(3, 1)
+        bz, br, bn = of_states.chunk(3)
+        z, reset = torch.sigmoid(xz + h @ rz.T + bz), torch.sigmoid(xr + h @ rr.T + br)
+        n = torch.tanh(xn + (reset * h) @ rn.T + bn)
+        h = (1 - z) * n + z * h
+        every.append(h)
+    states = torch.stack(every)[:, None]
+    given = x(*states.shape)
+    states.backward(given)
+    make = onnx.helper.make_node
+    nodes = [
+        make("GRUTraining", ["X", "W", "R", "B", "", "H0"], ["all", "last", "gates"], domain=DOMAIN),
+        make("GRUGrad", ["X", "W", "R", "B", "", "H0", "all", "gates", "d_all"], ["dX", "dW", "dR", "dB", "dH0"],
+             domain=DOMAIN),
+    ]  # fmt: skip
+    found = run(nodes, {**inputs, "d_all": given}, ["all", "dX", "dW", "dR", "dB", "dH0"])
+    check(found, [states.detach(), *(leaf.grad for leaf in leaves.values())])
+
+
+def test_a_recurrent_layer_in_both_directions_is_refused() -> None:
+    node = onnx.helper.make_node("GRUTraining", ["X", "W", "R"], ["y"], domain=DOMAIN, direction="bidirectional")
+    with pytest.raises(ValueError, match="another direction than forward"):
+        run([node], {"X": x(4, 3, 5), "W": x(2, 18, 5), "R": x(2, 18, 6)}, ["y"])
+
+
 def test_every_operator_has_a_case() -> None:
     covered = {op_type for op_type, *_ in CASES.values()} | {"MaxPoolGrad"}
+    covered |= {f"{kind}{part}" for kind in ("LSTM", "GRU") for part in ("Training", "Grad")}
     assert covered == OPERATORS.keys() | RENAMED.keys()
 
 
