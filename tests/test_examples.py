@@ -80,6 +80,17 @@ def test_federated(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypat
     assert Path(plot).parent == tmp_path and Path(plot).stat().st_size
 
 
+def test_federated_flower(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flower is no requirement of the tests: pip install 'flwr[simulation]'."""
+    for package in ("flwr", "ray"):
+        pytest.importorskip(package)
+    monkeypatch.setattr(importlib.import_module("federated"), "TROUBLE", {1: "nan:2", 4: "dies:3"})
+    importlib.import_module("federated").main(["--out", str(tmp_path), "--rounds", "4", "--flower"])
+    printed = capsys.readouterr().out
+    assert "round  2: the answer of a client is not a number: refused" in printed
+    assert "round  3: a client has failed" in printed and "round  4: accuracy" in printed
+
+
 def test_text_data() -> None:
     text_data = example("text_data")
     data, again = text_data.load_text_data(300), text_data.load_text_data(300)
