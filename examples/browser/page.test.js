@@ -176,3 +176,57 @@ test("the page shows the errors of training", { timeout: 60_000 }, async () => {
   await page.waitForSelector("main[data-state=failed]");
   assert.match(await page.getByRole("alert").innerText(), /checkpoint is damaged/);
 });
+
+/** Runs in the page: trains on WebGPU, and returns the losses and the names of the provider's adapter. */
+async function trainOnGpu([steps, engine]) {
+  const ort = await import(engine);
+  const { Checkpoint, Module, Optimizer } = await import("ort-trainer");
+  const { inputsOf } = await import("./training.js");
+  ort.env.wasm.wasmPaths = new URL("./", engine).href;
+  ort.env.wasm.numThreads = 1;
+  const bytes = async (name) => new Uint8Array(await (await fetch(`build/${name}`)).arrayBuffer());
+  const plan = await (await fetch("build/plan.json")).json();
+  const all = await bytes("digits.bin");
+  const pixels = 64 * (plan.train_rows + plan.test_rows);
+  const digits = { pixels: all.subarray(0, pixels), labels: all.subarray(pixels) };
+  const options = { executionProviders: ["webgpu"] };
+  const state = await Checkpoint.load(ort, await bytes("checkpoint"));
+  const module = await Module.create(state, await bytes("training_model.onnx"), undefined, options);
+  const optimizer = await Optimizer.create(state, await bytes("optimizer_model.onnx"), options);
+  const losses = [];
+  for (let start = 0; losses.length < steps; start += plan.batch_size) {
+    const { image, label } = inputsOf(digits, plan.orders[0].slice(start, start + plan.batch_size));
+    const { loss } = await module.trainStep({
+      image: new ort.Tensor("float32", image.data, image.dims),
+      label: new ort.Tensor("int64", label.data, label.dims),
+    });
+    losses.push((await loss.getData())[0]);
+    await optimizer.optimizerStep();
+    module.lazyResetGrad();
+  }
+  return { losses, size: (await state.toBytes(true)).length, expected: plan.losses };
+}
+
+test("WebGPU trains, on an adapter of software", { timeout: 120_000 }, async (context) => {
+  const flags = FLAGS.filter((flag) => flag !== "--disable-gpu");
+  const executablePath = process.env.CHROMIUM ?? "/usr/bin/chromium";
+  const args = [...flags, "--enable-unsafe-webgpu", "--use-webgpu-adapter=swiftshader"];
+  const other = await chromium.launch({ executablePath, args });
+  try {
+    const page = await other.newPage();
+    await page.goto(address);
+    await page.waitForSelector("main[data-state=ready]");
+    if (!(await page.evaluate(async () => Boolean(await navigator.gpu?.requestAdapter())))) {
+      context.skip("this Chromium has no adapter");
+      return;
+    }
+    const engine = `${address}node_modules/onnxruntime-web/dist/ort.webgpu.bundle.min.mjs`;
+    const { losses, size, expected } = await page.evaluate(trainOnGpu, [20, engine]);
+    assert.equal(losses.length, 20);
+    const difference = largestDifference(losses, expected);
+    assert.ok(difference < TOLERANCE, `some of the losses differ from ORTTrainer's by ${difference}`);
+    assert.ok(size > 50_000, `the checkpoint has ${size} bytes`);
+  } finally {
+    await other.close();
+  }
+});

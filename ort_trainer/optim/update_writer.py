@@ -17,6 +17,7 @@ import onnx_ir.passes.common as common_passes
 
 from ..core.optimizer_keys import STEP, UPDATE_COUNT
 from ..step import Step
+from ..step.arithmetic import one_minus_power
 from ..step.emitter import Emitter, Names
 from .rule import ParameterNodes, Rule
 
@@ -114,13 +115,15 @@ class UpdateWriter(Emitter):
             window: The size of the window.
         """
 
+        kind = ir.DataType.DOUBLE if gradient.dtype == ir.DataType.DOUBLE else ir.DataType.FLOAT
+
         def factor() -> ir.Value:
-            number = self._cast(self.op("Squeeze", micro_batches), ir.DataType.DOUBLE)
-            number = self.op("Max", number, self.constant(1.0, np.float64))
-            return self.op("Div", self.constant(window, np.float64), number)
+            number = self._cast(self.op("Squeeze", micro_batches), kind)
+            number = self.op("Max", number, self.constant(1.0, kind.numpy()))
+            return self.op("Div", self.constant(window, kind.numpy()), number)
 
         # The factor for a complete window is exactly 1.
-        return self.op("Mul", gradient, self._like(self._once("mean", micro_batches, factor), gradient))
+        return self.op("Mul", gradient, self._like(self._once(("mean", kind), micro_batches, factor), gradient))
 
     def next(self, count: ir.Value) -> ir.Value:
         """Returns a count plus 1."""
@@ -132,14 +135,10 @@ class UpdateWriter(Emitter):
         return self.constant(value, like.dtype.numpy())
 
     def power(self, base: float, exponent: ir.Value, like: ir.Value) -> ir.Value:
-        """Returns 1 - base ** exponent, in float64 because float32 would lose digits for the first counts."""
-
-        def lacking() -> ir.Value:
-            wide = self._cast(exponent, ir.DataType.DOUBLE)
-            power = self.op("Pow", self.constant(base, np.float64), wide)
-            return self.op("Sub", self.constant(1.0, np.float64), power)
-
-        return self._like(self._once(base, exponent, lacking), like)
+        """Returns 1 - base ** exponent."""
+        wide = like.dtype == ir.DataType.DOUBLE
+        found = self._once((base, wide), exponent, lambda: one_minus_power(self, base, exponent, wide))
+        return self._like(found, like)
 
     def _clipping(self, norm: ir.Value, limit: float) -> ir.Value:
         """Returns the factor that limits the gradients' norm."""

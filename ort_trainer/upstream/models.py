@@ -23,6 +23,7 @@ from ..core.foreign import UPSTREAM
 from ..core.indices import IndexRange
 from ..core.optimizer_keys import UPDATE_COUNT
 from ..step.accumulate import accumulate
+from ..step.arithmetic import one_minus_power
 from ..step.contract import METADATA, OptimizerModel, Slot, Step, TensorSpec, to_metadata
 from ..step.emitter import Emitter, Names, infer_node
 from . import recurrent  # noqa: F401 - its operators join the table
@@ -433,7 +434,8 @@ class _Update:
         rate: Tensor = self._used_rate
         corrections = None
         if given.get("correct_bias", 1):
-            corrections = [self._correction(base, count) for base in (alpha, beta)]
+            emit = op.emit
+            corrections = [Tensor(op, one_minus_power(emit, base, count.value)) for base in (alpha, beta)]
         if given.get("adam_mode", 0) == 0:
             weight = weight - weight * (rate * decay)
             if corrections is not None:
@@ -442,12 +444,6 @@ class _Update:
         step = rate if corrections is None else rate * op.Sqrt(corrections[1]) / corrections[0]
         weight = weight - step * mean / (op.Sqrt(square) + epsilon)
         return weight - weight * (rate * decay)
-
-    def _correction(self, base: float, count: Tensor) -> Tensor:
-        """Returns 1 - base ** count, computed in float64: float32 would lose digits for the first counts."""
-        op = self._op
-        power = op.Pow(op.constant(base, np.float64), op.Cast(count, to=ir.DataType.DOUBLE))
-        return op.Cast(1 - power, to=ir.DataType.FLOAT)
 
     def _input(self, name: str, dtype: np.dtype[Any], shape: Sequence[int]) -> Tensor:
         kind = ir.TensorType(ir.DataType.from_numpy(dtype))
