@@ -152,8 +152,7 @@ def _lowered(cls: type[Model], data: bytes, name: str, kind: str, state: LiveSta
         if cls is Step:
             return models.to_bytes(*models.step_model(data, name, kind, state.parameters))
         trained = {key: state.values[key] for key in state.trainable}
-        specs = {key: models.Parameter(tensor.dtype, tensor.shape) for key, tensor in trained.items()}
-        return models.to_bytes(*models.optimizer_model(data, name, specs))
+        return models.to_bytes(*models.optimizer_model(data, name, trained))
 
 
 def _read(source: ModelSource, argument: str) -> tuple[bytes, str]:

@@ -119,9 +119,8 @@ def convert_artifacts(source: PathLike, target: PathLike, *, include_optimizer_s
     state.trainable = [name for name in names if name in state.trainable]
     if (folder / OPTIMIZER_MODEL).exists():
         trained = {name: state.parameters[name] for name in state.trainable}
-        specs = {name: models.Parameter(value.dtype, value.shape) for name, value in trained.items()}
         with models.damage_told(OPTIMIZER_MODEL):
-            found[OPTIMIZER_MODEL] = models.optimizer_model(data(OPTIMIZER_MODEL), OPTIMIZER_MODEL, specs)
+            found[OPTIMIZER_MODEL] = models.optimizer_model(data(OPTIMIZER_MODEL), OPTIMIZER_MODEL, trained)
     files = contents(found, state, nominal=False)
 
     def write(temporary: Path) -> None:

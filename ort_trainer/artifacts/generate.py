@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -143,7 +143,8 @@ def generate_artifacts(
             "given"
         )
     frozen = _frozen(made.parameters, requires_grad, frozen_params)
-    idle = {*frozen, *_frozen_before(made.model, options)}
+    options = options if isinstance(options, ORTTrainerOptions) else ORTTrainerOptions(options)
+    idle = {*frozen, *_frozen_before(made.model), *options.utils.frozen_weights}
     config, notes = _config(optimizer), dict[str, str]()
 
     def export(more: Sequence[str], directory: str | os.PathLike[str], prefix: str = "", **settings: Any) -> None:
@@ -267,21 +268,15 @@ def _frozen(
     return [name for name in parameters if name not in requires_grad]
 
 
-def _frozen_before(model: Any, options: ORTTrainerOptions | Mapping[str, Any] | None) -> set[str]:
-    """Returns the names of the parameters that the model or the options freeze."""
+def _frozen_before(model: Any) -> Collection[str]:
+    """Returns the names of the parameters that the model itself freezes."""
     if isinstance(model, nn.Module):
-        own = {name for name, value in model.named_parameters() if not value.requires_grad}
-    else:
-        own = set(model.frozen)
-    options = options if isinstance(options, ORTTrainerOptions) else ORTTrainerOptions(options)
-    return own | set(options.utils.frozen_weights)
+        return [name for name, value in model.named_parameters() if not value.requires_grad]
+    return model.frozen  # type: ignore[no-any-return]
 
 
-def _with_frozen(
-    options: ORTTrainerOptions | Mapping[str, Any] | None, frozen: Sequence[str], limit: float | None
-) -> ORTTrainerOptions:
+def _with_frozen(options: ORTTrainerOptions, frozen: Sequence[str], limit: float | None) -> ORTTrainerOptions:
     """Returns the options with additional frozen weights, a limit of the norm, and graphs of standard operators."""
-    options = options if isinstance(options, ORTTrainerOptions) else ORTTrainerOptions(options)
     weights = list(dict.fromkeys([*options.utils.frozen_weights, *frozen]))
     norm = {} if limit is None else {"max_grad_norm": limit}
     return options.changed({"utils": {"frozen_weights": weights, "kernels": "onnxruntime", **norm}})

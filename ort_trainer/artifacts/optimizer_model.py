@@ -13,9 +13,8 @@ import torch
 from ..core.optimizer_keys import STEP, UPDATE_COUNT
 from ..optim.update_writer import ParameterUpdate, UpdateWriter
 from ..state.state import Array
-from ..step.contract import OptimizerModel, Slot
+from ..step.contract import IR_VERSION, OptimizerModel, Slot
 from ..step.emitter import Names
-from .step_models import IR_VERSION
 
 __all__ = ["Updated", "optimizer_model"]
 

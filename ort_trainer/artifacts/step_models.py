@@ -12,20 +12,15 @@ import onnx_ir.passes.common as common_passes
 
 from ..core.indices import IndexRange
 from ..step import Step, TensorSpec
-from ..step.accumulate import accumulate
+from ..step.accumulate import ACCUMULATED, BUFFER, RESET, accumulate
+from ..step.contract import IR_VERSION
 from ..step.emitter import Names
 
-__all__ = ["ACCUMULATED", "BUFFER", "IR_VERSION", "RESET", "check_portable", "evaluation_model", "training_model"]
+__all__ = ["check_portable", "evaluation_model", "training_model"]
 
-IR_VERSION = 10
-"""IR version of all models: the highest that onnxruntime 1.19, the oldest supported, can read."""
 _MAXIMUM_OPSET = 21
 Values = Mapping[Any, ir.Value]
 _STANDARD = ("", "ai.onnx")
-RESET = "lazy_reset_grad"
-BUFFER = "{}_grad.accumulation.buffer"
-ACCUMULATED = "{}_grad.accumulation.out"
-"""onnxruntime-training's names of a parameter's gradient input and output."""
 
 
 def training_model(graph: Step, factor: float) -> tuple[ir.Model, Step]:

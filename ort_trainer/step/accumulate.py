@@ -9,7 +9,12 @@ import onnx_ir as ir
 
 from .emitter import Names
 
-__all__ = ["accumulate"]
+__all__ = ["ACCUMULATED", "BUFFER", "RESET", "accumulate"]
+
+RESET = "lazy_reset_grad"
+BUFFER = "{}_grad.accumulation.buffer"
+ACCUMULATED = "{}_grad.accumulation.out"
+"""onnxruntime-training's names of a parameter's gradient input and output."""
 
 # Number of elements from which copying a gradient takes longer than the If that avoids the copy.
 _WORTH_MOVING = 1 << 15

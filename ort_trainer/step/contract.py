@@ -25,6 +25,7 @@ if TYPE_CHECKING:  # onnx_ir takes half a second to import, which would delay ev
 
 __all__ = [
     "FORMAT",
+    "IR_VERSION",
     "METADATA",
     "SIZES",
     "Dim",
@@ -44,6 +45,9 @@ SIZES = "__sizes"
 """Input of a backward pass, a tensor without elements whose dimensions after the first have the symbolic sizes."""
 FORMAT = 2
 """The format written. Format 1, which can still be read, lacks ``index_ranges`` and ``micro_batches``."""
+
+IR_VERSION = 10
+"""IR version of all models of artifacts: the highest that onnxruntime 1.19, the oldest supported, can read."""
 
 Dim = int | str
 """A size, or an expression over symbolic dimensions that :func:`~ort_trainer.core.dims.evaluate` understands."""

@@ -8,8 +8,8 @@ operator on sequences of tensors. Here all state enters as inputs and leaves as 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any, NamedTuple, Protocol
 
 import google.protobuf.message
 import numpy as np
@@ -22,9 +22,9 @@ from ..core.errors import shown
 from ..core.foreign import UPSTREAM
 from ..core.indices import IndexRange
 from ..core.optimizer_keys import UPDATE_COUNT
-from ..step.accumulate import accumulate
+from ..step.accumulate import ACCUMULATED, BUFFER, RESET, accumulate
 from ..step.arithmetic import one_minus_power
-from ..step.contract import METADATA, OptimizerModel, Slot, Step, TensorSpec, to_metadata
+from ..step.contract import IR_VERSION, METADATA, OptimizerModel, Slot, Step, TensorSpec, to_metadata
 from ..step.emitter import Emitter, Names, infer_node
 from . import recurrent  # noqa: F401 - its operators join the table
 from .operators import OPERATORS, RENAMED, Nodes, Tensor
@@ -33,23 +33,26 @@ __all__ = ["Parameter", "damage_told", "optimizer_model", "step_model", "to_byte
 
 _MICROSOFT = "com.microsoft"
 _OPSET = 18
-_IR_VERSION = 10
 # Upstream has these operators in ONNX's domain.
 _MISPLACED = ("AveragePoolGrad", "MaxPoolGrad", "LayerNormalization", "SimplifiedLayerNormalization")
 _ACCUMULATOR = "InPlaceAccumulatorV2"
-_GRADIENT = "_grad.accumulation.buffer"
 _EPSILON = 1e-6
 """Upstream adds it to the norm of the gradients before it divides by it."""
 
 
-class Parameter(NamedTuple):
-    """A trained parameter.
+class Parameter(Protocol):
+    """A trained parameter: anything with a type and a shape."""
 
-    Attributes:
-        dtype: Its element type.
-        shape: Its sizes.
-    """
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Its element type."""
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its sizes."""
+
+
+class _Tensor(NamedTuple):
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
 
@@ -226,7 +229,6 @@ def _lower(model: ir.Model, name: str) -> None:
     graph = model.graph
     values = ir.convenience.create_value_mapping(graph)
     names = Names(values)
-    emit = Emitter({"": _OPSET}, names, "upstream")
     strange = []
     for node in list(graph):
         if node.domain == _MICROSOFT and node.op_type in RENAMED:
@@ -235,7 +237,7 @@ def _lower(model: ir.Model, name: str) -> None:
             _infer_missing_types(node, model)
         elif node.op_type in OPERATORS:
             try:
-                _replace(graph, node, emit, names, values)
+                _replace(graph, node, names, values)
             except (TypeError, ValueError) as error:  # an attribute or an input that a function here does not know
                 strange.append(f"{node.op_type} ({error})")
         elif node.op_type != _ACCUMULATOR:
@@ -253,7 +255,7 @@ def _infer_missing_types(node: ir.Node, model: ir.Model) -> None:
         infer_node(node, model.opset_imports)
 
 
-def _replace(graph: ir.Graph, node: ir.Node, emit: Emitter, names: Names, values: Mapping[str, ir.Value]) -> None:
+def _replace(graph: ir.Graph, node: ir.Node, names: Names, values: Mapping[str, ir.Value]) -> None:
     emit = Emitter({"": _OPSET}, names, node.name or node.op_type)
     op = Nodes(emit)
     inputs = [None if value is None else Tensor(op, value) for value in node.inputs]
@@ -290,7 +292,7 @@ def _accumulate(
     for node in [node for node in graph if node.op_type == _ACCUMULATOR]:
         buffer, value, overwrite = node.inputs[0], node.inputs[1], node.inputs[2]
         assert buffer is not None and value is not None and overwrite is not None
-        parameter = str(buffer.name).removesuffix(_GRADIENT)
+        parameter = str(buffer.name).removesuffix(BUFFER.format(""))
         if parameter not in parameters:
             raise ValueError(
                 f"{name} changes {parameter!r}, which the checkpoint lacks: use the checkpoint made with it"
@@ -304,12 +306,12 @@ def _accumulate(
             updated[parameter] = str(value.name)
             continue
         reset = overwrite
-        like, out = parameters[parameter], names.unique(f"{parameter}_grad.accumulation.out")
+        like, out = parameters[parameter], names.unique(ACCUMULATED.format(parameter))
         result = ir.Value(name=out, type=like.type, shape=like.shape)
         gradients[parameter], buffers[parameter], results[parameter] = value, buffer, result
     if reset is not None:
         graph.extend(accumulate(reset, gradients, buffers, results, names))
-    return results, buffers, "lazy_reset_grad" if reset is None else str(reset.name)
+    return results, buffers, RESET if reset is None else str(reset.name)
 
 
 def _spec(value: ir.Value, name: str) -> TensorSpec:
@@ -366,6 +368,7 @@ class _Update:
     def __init__(self, optimizer: ir.Node, clip: ir.Node | None) -> None:
         self._attributes = {key: attribute.value for key, attribute in optimizer.attributes.items()}
         self._adam = optimizer.op_type == "AdamWOptimizer"
+        self._mode = int(self._attributes.get("adam_mode", 0))
         self._limit = None if clip is None else float(clip.attributes.get_float("max_norm", 1.0))
         self._names = Names([])
         self._op = Nodes(Emitter({"": _OPSET}, self._names, "optimizer"))
@@ -374,7 +377,7 @@ class _Update:
         self._weights: dict[str, tuple[Tensor, Tensor]] = {}
         self._specs: dict[str, Parameter] = {}
         self._state: dict[str, Slot] = {}
-        self._rate = self._input("learning_rate", np.dtype(np.float32), (1,))
+        self._rate = self._input("learning_rate", _Tensor(np.dtype(np.float32), (1,)))
         # A model may have its learning rate in it; then it ignores the runtime's.
         rate = optimizer.inputs[0]
         fixed = None if rate is None else ir.convenience.get_const_tensor(rate)
@@ -385,8 +388,8 @@ class _Update:
         """Adds a parameter."""
         self._specs[parameter] = spec
         self._weights[parameter] = (
-            self._input(parameter, spec.dtype, spec.shape),
-            self._input(f"{parameter}_grad", spec.dtype, spec.shape),
+            self._input(parameter, spec),
+            self._input(f"{parameter}_grad", spec),
         )
 
     def finish(self) -> tuple[ir.Model, OptimizerModel]:
@@ -396,12 +399,13 @@ class _Update:
             squares = [op.ReduceSumSquare(gradient, keepdims=0) for gradient in gradients.values()]
             factor = op.Min(op.Reciprocal(op.Sqrt(op.Sum(*squares)) + _EPSILON) * self._limit, 1.0)
             gradients = {name: gradient * factor for name, gradient in gradients.items()}
-        count = self._count() if self._adam else None
+        factors = self._factors() if self._adam else None
         results = {}
         for name, (weight, _) in self._weights.items():
-            new = weight - self._used_rate * gradients[name]
-            if count is not None:
-                new = self._adam_update(name, self._specs[name], weight, gradients[name], count)
+            if factors is None:
+                new = weight - self._used_rate * gradients[name]
+            else:
+                new = self._adam_update(name, weight, gradients[name], factors)
             results[name] = self._output(new, weight)
         graph = ir.Graph(self._inputs, self._outputs, nodes=op.emit.nodes, opset_imports={"": _OPSET}, name="optimizer")
         said = OptimizerModel(
@@ -412,42 +416,54 @@ class _Update:
             state=self._state,
             learning_rate=str(self._rate.value.name),
         )
-        return _finished(ir.Model(graph, ir_version=_IR_VERSION)), said
+        return _finished(ir.Model(graph, ir_version=IR_VERSION)), said
 
     def _count(self) -> Tensor:
         """Returns the number of this update, from the new count, which overwrites the old one in place."""
-        old = self._input(UPDATE_COUNT, np.dtype(np.int64), (1,))
+        old = self._input(UPDATE_COUNT, _Tensor(np.dtype(np.int64), (1,)))
         new = old + 1
         self._keep(UPDATE_COUNT, old, new, initial=1.0)
         return self._op.Reshape(new - 1, self._op.ints())
 
-    def _adam_update(self, name: str, spec: Parameter, weight: Tensor, gradient: Tensor, count: Tensor) -> Tensor:
-        """Returns the new weight, as PyTorch's AdamW (mode 0) or Transformers' (mode 1) computes it."""
-        op, given = self._op, self._attributes
-        alpha, beta = float(given.get("alpha", 0.9)), float(given.get("beta", 0.999))
-        epsilon, decay = float(given.get("epsilon", 1e-8)), float(given.get("weight_decay", 1e-2))
-        first, second = (self._input(f"{name}.{slot}", *spec) for slot in ("Moment_1", "Moment_2"))
+    def _factors(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Returns what all parameters share: the factors of weight decay and of a step, and the divisor of squares.
+
+        Mode 0 is PyTorch's AdamW, and mode 1 Transformers', which corrects the step in place of the squares.
+        """
+        op, given, rate = self._op, self._attributes, self._used_rate
+        decay = rate * float(given.get("weight_decay", 1e-2))
+        count = self._count()
+        if not given.get("correct_bias", 1):
+            return decay, rate, None
+        first, second = (Tensor(op, one_minus_power(op.emit, base, count.value)) for base in self._decays())
+        if self._mode == 0:
+            return decay, rate / first, second
+        return decay, rate * op.Sqrt(second) / first, None
+
+    def _decays(self) -> tuple[float, float]:
+        """Returns the decays of the first and of the second moment."""
+        return float(self._attributes.get("alpha", 0.9)), float(self._attributes.get("beta", 0.999))
+
+    def _adam_update(
+        self, name: str, weight: Tensor, gradient: Tensor, factors: tuple[Tensor, Tensor, Tensor | None]
+    ) -> Tensor:
+        """Returns the new weight."""
+        decay, step, divisor = factors
+        alpha, beta = self._decays()
+        first, second = (self._input(f"{name}.{slot}", self._specs[name]) for slot in ("Moment_1", "Moment_2"))
         mean = first * alpha + gradient * (1 - alpha)
         square = second * beta + gradient * gradient * (1 - beta)
         self._keep(f"{name}.Moment_1", first, mean)
         self._keep(f"{name}.Moment_2", second, square)
-        rate: Tensor = self._used_rate
-        corrections = None
-        if given.get("correct_bias", 1):
-            emit = op.emit
-            corrections = [Tensor(op, one_minus_power(emit, base, count.value)) for base in (alpha, beta)]
-        if given.get("adam_mode", 0) == 0:
-            weight = weight - weight * (rate * decay)
-            if corrections is not None:
-                square, rate = square / corrections[1], rate / corrections[0]
-            return weight - rate * mean / (op.Sqrt(square) + epsilon)
-        step = rate if corrections is None else rate * op.Sqrt(corrections[1]) / corrections[0]
-        weight = weight - step * mean / (op.Sqrt(square) + epsilon)
-        return weight - weight * (rate * decay)
+        if self._mode == 0:
+            weight = weight - weight * decay
+        root = self._op.Sqrt(square if divisor is None else square / divisor)
+        weight = weight - step * mean / (root + float(self._attributes.get("epsilon", 1e-8)))
+        return weight if self._mode == 0 else weight - weight * decay
 
-    def _input(self, name: str, dtype: np.dtype[Any], shape: Sequence[int]) -> Tensor:
-        kind = ir.TensorType(ir.DataType.from_numpy(dtype))
-        value = ir.Value(name=self._names.unique(name), type=kind, shape=ir.Shape(shape))
+    def _input(self, name: str, like: Parameter) -> Tensor:
+        kind = ir.TensorType(ir.DataType.from_numpy(like.dtype))
+        value = ir.Value(name=self._names.unique(name), type=kind, shape=ir.Shape(like.shape))
         self._inputs.append(value)
         return Tensor(self._op, value)
 
@@ -468,6 +484,6 @@ def _finished(model: ir.Model) -> ir.Model:
     common_passes.RemoveUnusedNodesPass()(model)
     for domain in [domain for domain in model.opset_imports if domain not in ("", "ai.onnx")]:
         del model.opset_imports[domain]
-    model.ir_version = _IR_VERSION
+    model.ir_version = IR_VERSION
     model.metadata_props.clear()
     return model

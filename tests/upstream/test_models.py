@@ -211,12 +211,12 @@ def _model(nodes: list[Any], inputs: dict[str, list[Any]], outputs: list[str], i
 
 def test_a_parameter_without_dimensions_is_updated() -> None:
     from ort_trainer.engine.ort import InferenceSession
-    from ort_trainer.upstream.models import Parameter, optimizer_model, to_bytes
+    from ort_trainer.upstream.models import optimizer_model, to_bytes
 
     node = onnx.helper.make_node("SGDOptimizerV2", ["learning_rate", "params", "gradients"], ["updated"],
                                  domain="com.microsoft")  # fmt: skip
     data = _model([node], {"learning_rate": [1], "params": [], "gradients": []}, ["updated"])
-    model, said = optimizer_model(data, "m", {"s": Parameter(np.dtype(np.float32), ())})
+    model, said = optimizer_model(data, "m", {"s": np.array(0, np.float32)})
     given = {"learning_rate": np.array([0.5]), "s": np.array(2.0), "s_grad": np.array(3.0)}
     session = InferenceSession(to_bytes(model, said))
     (new,) = session.run(None, {name: value.astype(np.float32) for name, value in given.items()})

@@ -21,13 +21,15 @@ import onnx_ir as ir
 from ...core.errors import shown
 from ...state.state import State
 from ...step import Step
+from ...step.accumulate import ACCUMULATED, BUFFER, RESET
+from ...step.contract import IR_VERSION
 from ...step.emitter import Emitter, Names
 from ...step.prune import RemoveUnusedPass
 from ...upstream.checkpoint import Array
 from ...upstream.conversion import to_upstream
 from ...upstream.write_checkpoint import write_upstream_checkpoint
 from ..files import CHECKPOINT, EVALUATION_MODEL, NOMINAL_CHECKPOINT, OPTIMIZER_MODEL, TRAINING_MODEL
-from ..step_models import ACCUMULATED, BUFFER, IR_VERSION, RESET, check_portable
+from ..step_models import check_portable
 from .random_nodes import RandomNodes
 
 if TYPE_CHECKING:
