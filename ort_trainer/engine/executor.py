@@ -49,6 +49,7 @@ class Executor:
         variants: By mode, the key of the model's variant whose graphs are added, found and run; initially None.
         generator: Draws the random numbers of training.
         changed_buffers: Names of the buffers that training changes.
+        left: What the last training run has left outside: the outputs ``Step.left``.
         present_gradients, used_gradients, hold_gradients, restore_gradients: See ``present``, ``used``, ``hold`` and
             ``restore`` of :class:`_Gradients`.
         lazy_reset_grad: Makes the next :meth:`train` overwrite the gradients instead of adding to them.
@@ -82,6 +83,7 @@ class Executor:
             _global_generator(self._device) if seed is None else torch.Generator(self._device).manual_seed(seed)
         )
         self._updated: dict[str, torch.Tensor] = {}
+        self.left: Sequence[torch.Tensor] = ()
         self.changed_buffers: Collection[str] = self._updated.keys()
         self._runners: dict[tuple[bool, Hashable], list[GraphRunner]] = {}
         self.variants: dict[bool, Hashable] = {True: None, False: None}
@@ -145,7 +147,8 @@ class Executor:
         """Replaces tensors of the executor.
 
         Args:
-            tensors: Parameters and buffers by name, of the same shapes, dtypes and device.
+            tensors: Parameters and buffers by name, of the same shapes, dtypes and device; or other tensors that
+                coming graphs count among their state.
         """
         for name, tensor in tensors.items():
             (self.parameters if name in self.parameters else self.buffers)[name] = tensor
@@ -171,7 +174,7 @@ class Executor:
         Args:
             training: Whether to run in training mode.
             batch: Inputs by name. Without gradients, inputs that the outputs do not need may be left out.
-            names: Outputs to return.
+            names: Outputs to return. What a training run leaves outside is computed as well.
             backward: Whether a run in training mode computes gradients.
 
         Returns:
@@ -187,6 +190,7 @@ class Executor:
             runner = self._find(training, dict(zip(batch, shapes, strict=True)))
             if runner is None:
                 return None
+            names = (*names, *runner.step.left)
             if len(batch) < len(runner.step.inputs) or (training and not backward):
                 runner = self._without(runner, set(batch), names)
             plan = self._plans[key] = runner.plan(dict(zip(batch, shapes, strict=True)), names)
@@ -305,7 +309,9 @@ class Executor:
             check(results, step.loss)
         for name, output in step.buffer_updates.items():
             self.buffers[name].copy_(written[output])
-        return list(results.values()), written
+        found = list(results.values())
+        self.left = found[len(found) - len(step.left) :]
+        return found[: len(found) - len(step.left)], written
 
     def _scale(self, step: Step, value: float) -> torch.Tensor | None:
         """Returns the loss scale as a graph input, the same tensor until it changes; None if the graph has none."""

@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from ..core.dims import holds, symbols_of
 from ..step import Step
@@ -96,6 +97,7 @@ class Export:
         found: Whether the graph was in the cache already.
         remarks: Messages about the cache.
         backward: The backward passes of a call, whose forward pass is the step; empty for others.
+        notes: What the captured model reads and leaves outside tensors, as JSON values; not kept in the cache.
     """
 
     step: Step
@@ -105,6 +107,7 @@ class Export:
     found: bool = False
     remarks: tuple[str, ...] = ()
     backward: tuple[Step, ...] = ()
+    notes: Any = None
 
     def accepts(self, sizes: Mapping[str, int]) -> bool:
         """Returns whether the graph is valid for these sizes of all symbolic dimensions."""

@@ -109,6 +109,13 @@ class ModelSource(ABC):
         """What has changed in the model since the call of :meth:`check` before the last; empty if unknown."""
         return ""
 
+    def leave(self, tensors: Sequence[torch.Tensor]) -> None:  # noqa: B027 - optional to override
+        """Leaves outside, in attributes, containers or variables, what a training step of the model leaves there.
+
+        Args:
+            tensors: The outputs ``Step.left`` of the graph that has run.
+        """
+
     def names_of_trainable(self) -> dict[str, list[str]]:
         """Returns the parameters to train, each with all its names."""
         aliases: dict[str, list[str]] = {}

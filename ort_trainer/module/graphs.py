@@ -24,7 +24,10 @@ from ..export.torch.borrow import BORROWED, borrowed
 from ..export.torch.call import CallDescription, ExportedCall
 from ..export.torch.describe import input_shapes
 from ..export.torch.guard import ModelChangedError, ModelWatch
+from ..export.torch.guard.reads import Reads, Root
 from ..export.torch.model import recompute_options
+from ..export.torch.outside.leftovers import decode
+from ..export.torch.outside.notes import Notes
 from ..export.torch.step_module import canonical_names
 from ..options import ORTTrainerOptions
 from ..step import Step
@@ -46,20 +49,27 @@ class _Found:
     Attributes:
         description: The inputs that they were exported for.
         passes: The graphs.
-        state: The dict and the key of every parameter and buffer that they take, in order.
-        outputs: Names of what they return, in the layout.
-        layout: How the module's result is made from their outputs.
+        state: The dict and the key of every parameter, buffer and tensor from outside that they take, in order.
+        results: How the module's result is made from their outputs.
+        root: Where places begin.
+        notes: What the module leaves outside, and more.
     """
 
     description: CallDescription
     passes: Passes
     state: list[tuple[dict[str, Any], str]]
-    outputs: list[str]
-    layout: Layout
+    results: Callable[[Sequence[torch.Tensor]], Any]
+    root: Root
+    notes: Notes
 
     def result(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """Returns what the module returns, from the tensors in it."""
-        return rebuild(self.layout, dict(zip(self.outputs, tensors, strict=True)))
+        """Returns what the module returns, from the results of a call, and leaves outside what the module leaves."""
+        left = self.notes.leftovers
+        if left.writes:
+            own = len(tensors) - left.tensors
+            left.leave(self.root, tensors[own:])
+            tensors = tensors[:own]
+        return self.results(tensors)
 
     def takes(self, shapes: Mapping[str, tuple[int, ...]]) -> bool:
         """Returns whether the graphs are valid for inputs of these shapes."""
@@ -88,6 +98,9 @@ class CallGraphs:
     def _begin(self) -> None:
         """Forgets all graphs, for a module that has other parts now."""
         self._watch = ModelWatch(self._module, list(canonical_names(self._module)), (), own_modes=True)
+        self._reads = Reads(Root(self._module))
+        self._outside: dict[str, torch.Tensor] = {}
+        self._notes: list[Notes] = []
         self._found: dict[Any, list[_Found]] = {}
         self._calls: dict[Any, tuple[_Found, Call]] = {}
 
@@ -107,11 +120,12 @@ class CallGraphs:
         positional = tuple(flatten(self._name(at), value, leaves, objects=True) for at, value in enumerate(args))
         named = tuple((name, flatten(name, value, leaves, objects=True)) for name, value in kwargs.items())
         try:
-            variant = self._watch.variant(True)
+            structure = self._watch.variant(True)
         except ModelChangedError as error:
             _log.info("exporting the module anew: %s", error)
             self._begin()
-            variant = self._watch.variant(True)
+            structure = self._watch.variant(True)
+        variant = self._reads.variant(structure)
         with_grad = torch.is_grad_enabled()
         autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
         key: list[Any] = [variant, positional, named, with_grad, autocast]
@@ -131,6 +145,8 @@ class CallGraphs:
                 self._calls.clear()
             self._calls[tuple(key)] = known
         found, call = known
+        if found.notes.tensors or found.notes.scalars:
+            self._outside.update(self._reads.carried())
         values = [tensors[name] for tensors, name in found.state]
         values += leaves.values()
         return found, call, values
@@ -170,9 +186,6 @@ class CallGraphs:
         device = _device_of([*leaves.values(), *module.parameters(), *module.buffers()])
         if device.type not in ("cpu", "cuda"):
             raise ValueError(f"ORTModule runs on the CPU or on CUDA, but the module is on {device}: move it")
-        outputs: dict[str, torch.Tensor] = {}
-        result = self._result(positional, dict(named), {name: value.clone() for name, value in leaves.items()})
-        layout = flatten("output", result, outputs, objects=True)
         call = ExportedCall(
             model=module,
             description=description,
@@ -187,6 +200,8 @@ class CallGraphs:
             args=positional,
             kwargs=dict(named),
             requires_grad=frozenset(name for name, value in leaves.items() if value.requires_grad and with_grad),
+            carries=True,
+            numbers=frozenset(self._reads.numbers),
         )
         sample = {name: value.clone() if value.is_inference() else value for name, value in leaves.items()}
         builder = GraphBuilder(
@@ -194,18 +209,42 @@ class CallGraphs:
             cached=options.utils.cache_exports,
             tolerates=options.tolerates,
             depends_on_modes=self._watch.depends_on_modes,
+            noted=lambda notes, _: self._notes.append(notes),
         )
         forward, backward = builder.build_call(sample)
-        if len(outputs) != len(forward.outputs):
-            raise ExportError(
-                f"forward() of {type(module).__name__} returns {len(outputs)} tensors, but {len(forward.outputs)} "
-                "while it is captured: it must not ask whether it is compiled or exported"
-            )
+        notes = self._notes.pop()
+        self._reads.add(notes)
+        own = len(forward.outputs) - notes.leftovers.tensors
+        results = self._results(notes, own, positional, dict(named), leaves)
         if self.exported is not None:
             self.exported(forward, backward)
         memory = TorchMemory(device)
         passes = Passes(forward, backward, functools.partial(self._load, memory=memory), memory)
-        return _Found(description, passes, [self._place(name) for name in forward.state], list(outputs), layout)
+        outside = {*notes.tensors, *notes.scalars}
+        state = [(self._outside, name) if name in outside else self._place(name) for name in forward.state]
+        return _Found(description, passes, state, results, Root(module), notes)
+
+    def _results(
+        self,
+        notes: Notes,
+        count: int,
+        positional: Sequence[Layout],
+        named: Mapping[str, Layout],
+        leaves: Mapping[str, torch.Tensor],
+    ) -> Callable[[Sequence[torch.Tensor]], Any]:
+        """Returns the function that makes the module's result of the tensors in it."""
+        root, code = Root(self._module), notes.result
+        if code is not None:
+            return lambda tensors: decode(code, tensors, root)
+        outputs: dict[str, torch.Tensor] = {}
+        result = self._result(positional, named, {name: value.clone() for name, value in leaves.items()})
+        layout = flatten("output", result, outputs, objects=True)
+        if len(outputs) != count:
+            raise ExportError(
+                f"forward() of {type(self._module).__name__} returns {len(outputs)} tensors, but {count} while it is "
+                "captured: it must not ask whether it is compiled or exported"
+            )
+        return lambda tensors: rebuild(layout, dict(zip(outputs, tensors, strict=True)))
 
     def _kernels(self, device: torch.device) -> str:
         chosen = self._options.utils.kernels

@@ -112,6 +112,7 @@ class Step:
         export: Identifies the export that the artifacts of a step come from, the same in all of them; empty before.
         inputs: The batch, in order.
         outputs: The described outputs, including the loss, in order.
+        left: Names of the last outputs, which a run leaves outside instead of returning them.
         loss: Name of the loss; empty for a call.
         state: Name of a parameter or buffer -> graph input, for those that the graph uses.
         gradients: Name of a trained parameter -> graph output.
@@ -141,6 +142,7 @@ class Step:
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
     loss: str
+    left: tuple[str, ...] = ()
     state: Mapping[str, str]
     gradients: Mapping[str, str] = field(default_factory=dict)
     sums: Mapping[str, str] = field(default_factory=dict)
@@ -264,6 +266,7 @@ class Step:
             stored=model,
             inputs=tuple(spec for spec in self.inputs if spec.name in left),
             outputs=tuple(kept[name] for name in names),
+            left=tuple(name for name in self.left if name in names),
             state={name: value for name, value in self.state.items() if value in left},
             gradients={},
             loss_scale=self.loss_scale if self.loss_scale is not None and self.loss_scale.name in left else None,
@@ -326,7 +329,7 @@ _MODEL_METADATA, _KEY, _VALUE = 14, 1, 2
 # What is not in the metadata, and what is left out of them where it is empty, as artifacts have always done.
 _APART = ("stored", "kept", "sums", "model")
 _MAY_LACK = frozenset({"micro_batches", "loss_scale", "programs", "origins", "order"}) | frozenset(
-    {"input_updates", "saved", "tangents", "input_gradients", "depends"}
+    {"left", "input_updates", "saved", "tangents", "input_gradients", "depends"}
 )
 
 

@@ -345,8 +345,14 @@ class TrainingLoop:
             transaction.commit()  # no process can roll back alone
         if is_due and coming is not None:
             self._end_window(coming, again, transaction)
+        self._leave(executor)
         transaction.commit()
         return outputs
+
+    def _leave(self, executor: Executor) -> None:
+        """Leaves outside what the run of a step has left there."""
+        self.source.leave(executor.left)
+        executor.left = ()
 
     def backward(self, plan: Plan, batch: Batch, weight: float = 1.0) -> Outputs:
         """Runs the forward and backward pass, adds to the window's gradients and counts the micro-batch.
@@ -391,6 +397,7 @@ class TrainingLoop:
             transaction.begin(self._executor, plan.runner.step)
             outputs = self._executor.forward(plan, batch)
             self.source.memory.publish(plan.runner.step.buffer_updates)
+            self._leave(self._executor)
             transaction.commit()
             return outputs
 
@@ -410,6 +417,7 @@ class TrainingLoop:
             assert executor is not None
             transaction.begin(executor, plan.runner.step)
             outputs, gradients = self.gradients_of(plan, batch, None if self.losses is None else self.losses.check)
+            self._leave(executor)
             transaction.commit()
             if strategy.world_size > 1:
                 meeting = strategy.meet(Arrival("pass", Share(1.0), (), gradients, executor.changed_buffers))

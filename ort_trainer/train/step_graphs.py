@@ -223,7 +223,8 @@ class StepGraphs:
         batch = self.blank_batch()
         self._guard(executor, batch, training)
         known = executor.plan(training, batch, self._output_names)
-        if known is not None and known.runner.step.is_standard:
+        tensors = {**self._source.parameters, **self._source.buffers}
+        if known is not None and known.runner.step.is_standard and known.runner.step.state.keys() <= tensors.keys():
             return known.runner.step
         return self._build(batch, training, portable=True)
 
@@ -372,6 +373,7 @@ class StepGraphs:
                     blank = torch.zeros(shape, dtype=self._sample[entry.name][1])
                     batch = batch.with_tensors({**batch, entry.name: blank})
         step = self._build(batch, training, names)
+        self._guard(executor, batch, training)  # now it is known which tensors from outside the graph takes
         try:
             executor.add_graph(step)
         except RuntimeError:

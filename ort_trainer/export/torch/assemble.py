@@ -51,6 +51,12 @@ def assemble(
     description, training = step.description, found.tangent is not None
     names = Names([*description.input_names, *description.output_names, _LOSS_SCALE])
     outputs, shapes = _outputs(description, found)
+    left = [names.unique(f"left.{index}") for index in range(found.left)]
+    of_left = zip(found.outputs[len(outputs) :], left, strict=True)
+    outputs += tuple(
+        TensorSpec(name, dtype_name(node.meta["val"].dtype), found.symbols.shape(node.meta["val"]))
+        for node, name in of_left
+    )
     random = {node: spec._replace(name=names.unique(spec.name)) for node, spec in random.items()}
     state = {node: name for node, name in found.state.items() if node.users}
     state_names = {name: names.unique(name) for name in state.values()}
@@ -68,7 +74,7 @@ def assemble(
         fake = found.tangent.meta["val"]
         loss_scale = TensorSpec(_LOSS_SCALE, dtype_name(fake.dtype), tuple(int(size) for size in fake.shape))
         inputs.append((found.tangent, _LOSS_SCALE))
-    results = list(zip(found.outputs, description.output_names, strict=True))
+    results = list(zip(found.outputs, (spec.name for spec in outputs), strict=True))
     results += [(node, gradient_names[name]) for name, node in gradients.items()]
     results += [(node, update_names[name]) for name, node in found.buffer_updates.items()]
     programs: Mapping[str, str] = {}
@@ -93,6 +99,7 @@ def assemble(
         kind="training" if training else "evaluation",
         inputs=tuple(TensorSpec(entry.name, dtype_name(node.meta["val"].dtype), entry.shape) for node, entry in batch),
         outputs=outputs,
+        left=tuple(left),
         loss=description.loss.name,
         state=state_names,
         gradients=gradient_names,
@@ -126,7 +133,7 @@ def _outputs(
 ) -> tuple[tuple[TensorSpec, ...], dict[str, tuple[int | str, ...]]]:
     """Returns the specs of the outputs and their described shapes, after checking them against the description."""
     specs, shapes = [], {}
-    for entry, node in zip(description.outputs, found.outputs, strict=True):
+    for entry, node in zip(description.outputs, found.outputs, strict=False):
         fake = node.meta["val"]
         shape = found.symbols.shape(fake)
         specs.append(TensorSpec(entry.name, dtype_name(fake.dtype), shape))

@@ -22,6 +22,7 @@ from ...step import Step
 from ..cache import Export, export_cache
 from .borrow import BORROWED, borrowed
 from .isolation import can_differentiate, can_isolate, run_in_child
+from .outside.notes import Notes
 from .step_module import ExportedStep, StepModule
 from .torch_versions import is_tested
 
@@ -50,6 +51,7 @@ class GraphBuilder:
         contrib_ops: Whether that pass may add operators that are not standard ONNX.
         cached: Whether to cache exports on disk.
         depends_on_modes: Called after an export of a training graph with the modules whose mode it depends on.
+        noted: Called after an export with the notes of what it reads and leaves outside, if the step carries that.
         tolerates: Called with a message about an option without effect on the model; False raises it as an error.
     """
 
@@ -59,6 +61,7 @@ class GraphBuilder:
     cached: bool = True
     tolerates: Callable[[str], bool] | None = None
     depends_on_modes: Callable[[Collection[nn.Module]], None] | None = None
+    noted: Callable[[Notes, bool], None] | None = None
 
     def build(
         self,
@@ -139,6 +142,8 @@ class GraphBuilder:
         if training and self.depends_on_modes is not None:
             parts = dict(self.step.module().named_modules())
             self.depends_on_modes({parts[name] for name in found.modes_read})
+        if self.noted is not None and found.notes is not None:
+            self.noted(Notes.from_json(found.notes), training)
         self._log_export(found, time.perf_counter() - start)
         if found.step.fixed:
             places = "; ".join(dict.fromkeys(filter(None, found.reasons.values())))

@@ -95,8 +95,20 @@ class CallModule(StepModule):
         tensors = dict(zip(self._names, inputs, strict=True))
         args = [rebuild(layout, tensors) for layout in self._args]
         kwargs = {name: rebuild(layout, tensors) for name, layout in self._kwargs.items()}
+        result = self.model(*args, **kwargs)
+        try:
+            return tuple(map(self.result, self.recorder.written(result)))
+        except TypeError:  # of a class that only exists in a function, for example
+            self.recorder.result = None
         leaves: dict[str, torch.Tensor] = {}
-        flatten("output", self.model(*args, **kwargs), leaves, objects=True)
-        # AOTAutograd handles outputs that share memory in its own run-time wrapper; copies, which are dropped from the
-        # graph, keep it from that.
-        return tuple(value.clone() for value in leaves.values())
+        flatten("output", result, leaves, objects=True)
+        return tuple(map(self.result, leaves.values()))
+
+    @staticmethod
+    def result(tensor: torch.Tensor) -> torch.Tensor:
+        """Returns a tensor as a result.
+
+        AOTAutograd handles outputs that share memory in its own run-time wrapper; copies, which are dropped from the
+        graph, keep it from that.
+        """
+        return tensor.clone()

@@ -39,6 +39,7 @@ from .equal_layers import EqualLayers
 from .explain import explain, source_line, way_out
 from .operators.recurrent import layers_for_onnx
 from .operators.registry import Operator, composites
+from .outside.values import memory_of
 from .programs.rewrites import rewrite_forward
 from .step_module import StepModule, canonical_names
 from .symbols import SymbolTable
@@ -64,6 +65,7 @@ class FlatGraph:
         buffer_updates: Canonical name of a buffer -> its new value.
         input_updates: Index of a batch input that is changed in place -> its new value.
         symbols: The symbolic sizes.
+        left: The number of outputs, at the end, that a run leaves outside.
         index_ranges: The ranges that operators allow for inputs used as indices.
     """
 
@@ -78,6 +80,7 @@ class FlatGraph:
     buffer_updates: dict[str, torch.fx.Node]
     input_updates: dict[int, torch.fx.Node]
     symbols: SymbolTable
+    left: int = 0
     index_ranges: Sequence[IndexRange] = ()
 
     @property
@@ -194,9 +197,29 @@ def differentiate(
     tensors: dict[str, torch.Tensor] = dict(core.named_parameters(remove_duplicate=False))
     tensors |= dict(core.named_buffers(remove_duplicate=False))
     constants = captured.exported.constants
-    result = _sort(joint, canonical_names(module.model, module), {**tensors, **constants}, symbols)
+    known = canonical_names(module.model, module)
+    outside = module.outside()
+    for name in dict.fromkeys((*tensors, *constants)):
+        if name not in known and name.startswith("loss_fn.") and name in outside:
+            known[name] = name
+    result = _sort(joint, known, {**tensors, **constants}, symbols)
     _refuse_captured_parameters(result.constants.values(), module.model)
+    _carry(result, outside)
+    result.left = module.recorder.leftovers.tensors if module.leaves else 0
     return result
+
+
+def _carry(result: FlatGraph, outside: Mapping[str, torch.Tensor]) -> None:
+    """Turns constants that are tensors from outside into state."""
+    names = {memory_of(tensor): name for name, tensor in outside.items()}
+    first = {name: node for node, name in result.state.items()}
+    for node, value in list(result.constants.items()):
+        name = names.get(memory_of(value)) if memory_of(value) is not None else None
+        if name is None:
+            continue
+        del result.constants[node]
+        node.replace_all_uses_with(first.setdefault(name, node))
+        result.state[first[name]] = name
 
 
 def _replace_composites(module: torch.fx.GraphModule, for_onnx: bool = True) -> None:

@@ -25,7 +25,7 @@ import torch
 from ...core.errors import ExportError
 from ...step import Step
 from ..cache import Export, ExportCache, violated
-from .borrow import borrowed, modes_read, quiet, refuse_kept_tensors
+from .borrow import borrowed, quiet
 from .call import ExportedCall
 from .capture import Capture, capture
 from .explain import forward_line, may_be_sizes
@@ -94,8 +94,8 @@ class _Exporter:
         self._sample = [batch[entry.name] for entry in self._inputs]
         self._sizes = step.description.sizes({entry.name: tuple(batch[entry.name].shape) for entry in self._inputs})
         self._module = step.module()
+        self._module.leaves = step.carries and (training or isinstance(step, ExportedCall))
         self._held: dict[str, str] = {}  # symbolic dimension captured with the sample's size -> reason
-        self._read: tuple[str, ...] = ()
         self._key = ""  # in the cache; empty for what can't be cached
         self._remarks: list[str] = []
 
@@ -104,10 +104,8 @@ class _Exporter:
         trainable = {f"model.{name}" for name in step.trainable} if training else set()
         with borrowed(self._module, trainable, training, step.modes if training else None):
             graph = self._flat_graph()
-            with step.autocast_for(self._sample):
-                refuse_kept_tensors(self._module, self._module.run, self._sample, self._module.left)
         if isinstance(graph, Export):
-            return dataclasses.replace(graph, modes_read=self._read)
+            return self._noted(graph)
         of_call = isinstance(step, ExportedCall)
         if training and not graph.gradients and not of_call:
             raise ExportError(
@@ -139,7 +137,14 @@ class _Exporter:
             made = assemble(step, graph, random, self._for_kernels, self._stage)
         reasons = {symbol: self._held.get(symbol) or graph.symbols.reason(symbol) for symbol in made.fixed}
         made = dataclasses.replace(made, stored=made.serialized())
-        return self._kept(Export(made, reasons, self._read, backward=backward))
+        return self._noted(self._kept(Export(made, reasons, backward=backward)))
+
+    def _noted(self, made: Export) -> Export:
+        """Adds what was noted during the capture: also of a cached graph, which another model may have left."""
+        recorder = self._module.recorder
+        read = tuple(name for name, part in self._module.named_modules() if id(part) in recorder.modes)
+        notes = recorder.notes(made.step.state).to_json() if self._step.carries else None
+        return dataclasses.replace(made, modes_read=read, notes=notes)
 
     def _flat_graph(self) -> Export | FlatGraph:
         """Captures and differentiates the step, with another size for symbolic dimensions of size 1 in the sample.
@@ -157,12 +162,9 @@ class _Exporter:
             stand_in = [_enlarge(e.shape, v, enlarged) for e, v in zip(self._inputs, self._sample, strict=True)]
             if isinstance(self._step, ExportedCall):
                 stand_in = self._step.as_leaves(stand_in)
-            autocast = self._step.autocast_for(self._sample)
             self._stage("capture")
             try:
-                with modes_read() as read:
-                    captured = capture(self._module, self._inputs, stand_in, autocast, self._held)
-                self._read = tuple(name for name, part in self._module.named_modules() if id(part) in read)
+                captured = self._captured(stand_in)
                 known = self._known(captured)
                 if known is not None:
                     return known
@@ -191,6 +193,27 @@ class _Exporter:
             if not wrong:
                 return found
             enlarged -= wrong
+
+    def _captured(self, sample: Sequence[torch.Tensor]) -> Capture:
+        """Captures the step; again if it counts, with an object in place of each counter."""
+        recorder = self._module.recorder
+
+        def attempt() -> Capture:
+            return capture(self._module, self._inputs, sample, self._step.autocast_for(self._sample), self._held)
+
+        try:
+            captured = attempt()
+            counters = recorder.counters() if self._step.carries else set()
+            if not counters:
+                return captured
+            recorder.numbers |= counters
+            return attempt()
+        except ExportError as error:
+            if not recorder.numbers:
+                raise
+            _log.debug("with objects in place of numbers that change: %s", error)
+            recorder.numbers.clear()
+            return attempt()
 
     def _dispensable(self) -> set[str]:
         """Returns the symbolic dimensions of a derived description, except the first dimensions of inputs."""

@@ -5,7 +5,8 @@ code that works on the program, including the source of this package. The progra
 every object in full. A program with an object that can't be serialized, such as one of an unknown class, has no key: a
 graph that might belong to another model is worse than a second export.
 
-The hash excludes the values of parameters and of the model's buffers, because they are inputs of the graph. It also
+The hash excludes the values of parameters, of the model's buffers, and of tensors from outside that the step carries,
+because they are inputs of the graph. It also
 excludes the sample's sizes in symbolic dimensions, because the graph has conditions on them, which are checked at
 look-up. All other tensors are constants of the graph, so their values are hashed.
 """
@@ -32,6 +33,7 @@ from ...engine.programs.halves import slow_halves
 from ..cache import SOURCES_AT_IMPORT, hash_of_sources
 from .capture import Capture
 from .operators.registry import is_extended
+from .outside.values import memory_of
 from .step_module import ExportedStep, StepModule, canonical_names, content_of
 from .symbols import is_choice_of_library
 
@@ -143,11 +145,15 @@ def _tensors(captured: Capture, module: StepModule) -> Iterator[str]:
     # Other tensors of a loss function are constants.
     of_model = canonical_names(module.model, module)
     yield f"names {sorted(of_model.items())}"
+    carried = {memory_of(tensor): name for name, tensor in module.outside().items()}
+    yield f"carries {module.carries} leaves {module.leaves and module.recorder.leftovers.tensors}"
     storages: dict[int, int] = {}
     for name, tensor in [*captured.exported.state_dict.items(), *captured.exported.constants.items()]:
         if not isinstance(tensor, torch.Tensor):
             raise NoFingerprint(f"{name!r} is a {type(tensor).__name__}")
-        known = name in of_model
+        outside = None if name in of_model else carried.get(memory_of(tensor))
+        name = outside or name
+        known = name in of_model or outside is not None
         yield f"tensor {name!r} {known} {_tensor(tensor, value=not known)}"
         # Which tensors share memory; tensors without elements never do.
         if tensor.numel():

@@ -91,6 +91,10 @@ class TorchSource(ModelSource):
         """What has changed in model or loss; see the base class."""
         return self._guard.last_change
 
+    def leave(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Leaves what the model and the loss have left outside; see the base class."""
+        self._guard.leave(tensors)
+
     def _check_options(self, optim_config: OptimizerConfig) -> None:
         if isinstance(optim_config, TorchOptimizerConfig) and not self._options.utils.share_weights:
             raise ValueError(
@@ -198,6 +202,8 @@ class TorchSource(ModelSource):
             kernels="onnxruntime" if portable else self._kernels(),
             fast_random=self._options.utils.random_numbers == "fast",
             padding_mask="" if portable else self._padding_mask(description),
+            carries=not portable,
+            numbers=frozenset(self._guard.numbers),
         )
         return GraphBuilder(
             step,
@@ -206,6 +212,7 @@ class TorchSource(ModelSource):
             cached=self._options.utils.cache_exports,
             tolerates=self._options.tolerates,
             depends_on_modes=self._guard.depends_on_modes,
+            noted=self._guard.noted,
         )
 
 

@@ -15,8 +15,12 @@ from ...core.errors import ExportError, shown
 from ...core.signatures import signature_of
 from ...options import ModelDescription
 from ..nested import Layout, argument_of, rebuild
-from .borrow import LeftAttributes, assignments_as_updates
+from .borrow import assignments_as_updates
 from .explain import forward_line
+from .outside.numbers import text_of
+from .outside.places import Place
+from .outside.recorder import Recorder
+from .outside.values import memory_of
 
 __all__ = [
     "ExportedStep",
@@ -81,6 +85,9 @@ class ExportedStep:
         loss_of_first: Whether the loss function takes the first of the outputs that the model returns.
         unfetched: Outputs that runs of a training step probably don't fetch.
         padding_mask: The input that says which places of a batch are padded, to leave them out; empty to compute all.
+        carries: Whether tensors from outside are inputs of the graph, and those that a run leaves outside are results;
+            otherwise they are constants, and what is left is dropped.
+        numbers: Places of numbers that change from run to run.
     """
 
     model: nn.Module
@@ -100,6 +107,8 @@ class ExportedStep:
     loss_of_first: bool = False
     unfetched: frozenset[str] = frozenset()
     padding_mask: str = ""
+    carries: bool = False
+    numbers: frozenset[Place] = frozenset()
 
     def autocast_for(self, sample: Sequence[torch.Tensor]) -> torch.autocast:
         """Returns PyTorch's autocast context for a sample's device, disabled without mixed precision."""
@@ -342,7 +351,9 @@ class StepModule(nn.Module):
 
     Attributes:
         hooks_of_parameters: Whether autograd runs the hooks of parameters, because it gets their gradients.
-        left: Attributes in which the last run left tensors.
+        recorder: Takes notes of what a run reads and leaves outside tensors.
+        carries: As in :class:`ExportedStep`.
+        leaves: Whether the tensors that a run leaves outside are further results.
     """
 
     hooks_of_parameters = False
@@ -356,12 +367,29 @@ class StepModule(nn.Module):
         last = () if step.loss_fn is None else (argument_of(self._names[-1]),)
         self._labels = last if step.labels is None else step.labels
         self._outputs, self._loss_of_first = step.description.outputs, step.loss_of_first
-        self.left = LeftAttributes()
+        self.recorder = Recorder(self, step.numbers)
+        self.carries, self.leaves = step.carries, False
 
     def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Runs the model and the loss function."""
-        with assignments_as_updates(self.model, self.left):
-            return self.run(*inputs)
+        with self.recorder.running():
+            with assignments_as_updates(self):
+                outputs = self.run(*inputs)
+            left = self.recorder.leave(strict=self.leaves)
+            return (*outputs, *map(self.result, left)) if self.leaves else outputs
+
+    def outside(self) -> dict[str, torch.Tensor]:
+        """Returns the tensors from outside that become inputs of the graph if it reads them, by name."""
+        if not self.carries:
+            return {}
+        found = {name: tensor for name, (tensor, _) in self.recorder.outside().items()}
+        found |= {text_of(expression): tensor for expression, tensor in self.recorder.uses.scalars}
+        return {name: tensor for name, tensor in found.items() if memory_of(tensor) is not None}
+
+    @staticmethod
+    def result(tensor: torch.Tensor) -> torch.Tensor:
+        """Returns a tensor that was left outside as a result: a copy, which is dropped where memory is its own."""
+        return tensor.detach().clone()
 
     def run(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Runs model and loss function, without handling assignments to attributes."""

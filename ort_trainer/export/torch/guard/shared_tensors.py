@@ -98,7 +98,12 @@ class SharedTensors(Memory):
             changed: dict[str, torch.Tensor] = {}
             for index, place in enumerate(self._same):
                 tensor = place.tensors.get(place.key)
-                if tensor is None or tensor.data_ptr() != place.address or not tensor.is_contiguous():
+                if (
+                    tensor is None
+                    or tensor.data_ptr() != place.address
+                    or not tensor.is_contiguous()
+                    or tensor.shape != place.ours.shape
+                ):
                     ours = self._checked(place)
                     if ours.device != place.ours.device:
                         self._refuse(place, f"was moved to {ours.device}, but training runs on {place.ours.device}")

@@ -1,0 +1,335 @@
+"""The question before every step: do the places that graphs depend on still have the values that they had?
+
+Values are first compared by identity, by one compiled function. Only where another object is found are values compared.
+Places where other objects with equal values are found again and again are left out of that function.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections import deque
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy
+import torch
+from torch import nn
+
+from ....core.errors import shown, warn
+from ....engine.ownership import owned_dtype
+from ..outside.notes import Notes
+from ..outside.numbers import Expression, evaluate
+from ..outside.places import MISSING, Place, Step, attributes_of, described, read
+from ..outside.values import CONTAINERS, frozen, is_plain, parts_of
+
+__all__ = ["Reads", "Root", "listed"]
+
+_log = logging.getLogger(__name__)
+_MOST_NAMED = 5
+# What can go wrong when a place is read that no longer exists.
+_GONE = (AttributeError, IndexError, KeyError, TypeError, ValueError)
+
+
+@dataclass(frozen=True)
+class Root:
+    """Where places begin.
+
+    Attributes:
+        model: The model.
+        loss_fn: The loss function, or None.
+    """
+
+    model: nn.Module
+    loss_fn: Any = None
+
+
+@dataclass
+class _Variant:
+    """A state of the model for which graphs were exported.
+
+    Attributes:
+        structure: What graphs depend on besides places.
+        number: Its number.
+        values: Index of a place or condition -> the stand-in for the value on which the graphs depend.
+        notes: The notes of the exports.
+    """
+
+    structure: Hashable
+    number: int
+    values: dict[int, Hashable] = field(default_factory=dict)
+    notes: list[Notes] = field(default_factory=list)
+
+
+class Reads:
+    """Watches the places that the exports of a model have read, and passes tensors between these places and graphs.
+
+    Args:
+        root: Where places begin.
+
+    Attributes:
+        numbers: Places of numbers that have changed, for which graphs should have inputs.
+        changes: What was changed when the last variant was left, as text.
+    """
+
+    def __init__(self, root: Root) -> None:
+        self._root = root
+        self._watched: list[Place | Expression] = []
+        self._indices: dict[str, int] = {}
+        self._values: list[Hashable] = []
+        self._objects: list[Any] = []
+        self._volatile: set[int] = set()
+        self._variants: list[_Variant] = []
+        self._count = itertools.count()
+        self._current: dict[Hashable, _Variant] = {}
+        self._last: _Variant | None = None
+        self._unchanged: Callable[[], bool] = _always
+        self._carried: dict[str, torch.Tensor] = {}
+        self._warned: set[Place] = set()
+        self.numbers: set[Place] = set()
+        self.changes: list[str] = []
+
+    def variant(self, structure: Hashable) -> int:
+        """Returns the number of the variant in which the model is: graphs of one number may be used for it.
+
+        Args:
+            structure: What graphs depend on besides places.
+        """
+        try:
+            same = self._unchanged()
+        except _GONE:
+            same = False
+        if not same or any(self._value(index) != self._values[index] for index in self._volatile):
+            self._look()
+        variant = self._current.get(structure)
+        if variant is None:
+            variant = self._current[structure] = self._find(structure)
+        self._last = variant
+        return variant.number
+
+    def add(self, notes: Notes) -> None:
+        """Takes the notes of an export for the variant that :meth:`variant` has returned last."""
+        variant = self._last
+        assert variant is not None
+        if variant not in self._variants:
+            self._variants.append(variant)
+        for place in notes.reads:
+            variant.values[self._index(place)] = self._values[self._index(place)]
+        for expression, _ in notes.conditions:
+            variant.values[self._index(expression)] = self._values[self._index(expression)]
+        variant.notes.append(notes)
+        self._compile()
+
+    def carried(self) -> Mapping[str, torch.Tensor]:
+        """Returns the tensors from outside that graphs of the current variant take and that are new, by name."""
+        found: dict[str, torch.Tensor] = {}
+        notes = [] if self._last is None else self._last.notes
+        for name, place in {name: place for entry in notes for name, place in entry.tensors.items()}.items():
+            tensor = read(self._root, place)
+            if tensor is self._carried.get(name):
+                continue
+            own = tensor.detach().to(dtype=owned_dtype(tensor.dtype)).resolve_conj().resolve_neg().contiguous()
+            if own.data_ptr() == tensor.data_ptr():  # otherwise it is copied in every step
+                self._carried[name] = tensor
+            found[name] = own
+        for name, (expression, dtype) in {n: e for entry in notes for n, e in entry.scalars.items()}.items():
+            value, known = evaluate(expression, self._root), self._carried.get(name)
+            if known is None:
+                known = self._carried[name] = torch.zeros((), dtype=getattr(torch, dtype.removeprefix("torch.")))
+                found[name] = known
+            known.fill_(value)
+        return found
+
+    def leave(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Leaves outside what a run of a graph of the current variant leaves there."""
+        if self._last is not None and self._last.notes and self._last.notes[-1].leftovers.writes:
+            self._last.notes[-1].leftovers.leave(self._root, tensors)
+
+    def _index(self, what: Any) -> int:
+        key = repr(what)
+        if key not in self._indices:
+            self._indices[key] = index = len(self._watched)
+            self._watched.append(what)
+            self._objects.append(None if isinstance(what, list) else read(self._root, what))
+            self._values.append(self._value(index))
+            if isinstance(what, list):
+                self._volatile.add(index)
+        return self._indices[key]
+
+    def _value(self, index: int) -> Hashable:
+        what = self._watched[index]
+        try:
+            if isinstance(what, list):
+                return frozen(evaluate(what, self._root))
+            return frozen(read(self._root, what))
+        except (*_GONE, ArithmeticError):
+            return MISSING
+
+    def _find(self, structure: Hashable) -> _Variant:
+        for variant in self._variants:
+            if variant.structure == structure and all(self._values[i] == value for i, value in variant.values.items()):
+                return variant
+        return _Variant(structure, next(self._count))
+
+    def _look(self) -> None:
+        """Compares all values; if any has changed, other graphs are needed."""
+        values = [self._value(index) for index in range(len(self._watched))]
+        changed = [index for index, value in enumerate(values) if value != self._values[index]]
+        for index, what in enumerate(self._watched):
+            if isinstance(what, tuple):
+                value = read(self._root, what)
+                # What is read of an object is watched at the object, so it must be noticed if it is replaced.
+                if value is not self._objects[index] and index not in changed and _is_leaf(value):
+                    self._volatile.add(index)
+                self._objects[index] = value
+        if changed:
+            self._tell(changed, values)
+            self._values, self._current = values, {}
+        self._compile()
+
+    def _tell(self, changed: Sequence[int], values: Sequence[Hashable]) -> None:
+        where: dict[str, list[str]] = {}
+        for index in changed:
+            place, old, new = self._watched[index], self._values[index], values[index]
+            if isinstance(place, list) or not any(index in variant.values for variant in self._variants):
+                continue
+            if _is_number(old) and _is_number(new):
+                self.numbers.add(place)
+            owner, _, key = described(place).rpartition(".")
+            where.setdefault(f"{key}: {_shown(old)} -> {_shown(new)}", []).append(owner)
+            if place[0].key == "loss_fn" and place not in self._warned:
+                self._warned.add(place)
+                warn(f"loss_fn reads {key.removeprefix('global ')!r}, {_change(key, old, new)}")
+        self.changes = [f"{change} in {listed(owners)}" for change, owners in where.items()]
+        if self.changes:
+            _log.info("the model has changed: %s", "; ".join(self.changes[:_MOST_NAMED]))
+
+    def _compile(self) -> None:
+        terms = _Terms()
+        for index, place in enumerate(self._watched):
+            if isinstance(place, tuple) and index not in self._volatile:
+                terms.add(read(self._root, place[:-1]), place[-1])
+        self._unchanged = terms.function()
+
+
+def _always() -> bool:
+    return True
+
+
+def _is_leaf(value: Any) -> bool:
+    """Returns whether a value is compared as a whole, so that nothing is watched in it."""
+    if type(value) in CONTAINERS:
+        return all(_is_leaf(part) for _, part in parts_of(value))
+    return isinstance(value, torch.Tensor) or is_plain(value)
+
+
+class _Terms:
+    """The terms of a condition as Python code, and the objects that it names."""
+
+    def __init__(self) -> None:
+        self._code: dict[str, None] = {}
+        self._objects: dict[str, Any] = {"frozen": frozen, "read": read, "same_parts": _has_same_parts, "M": MISSING}
+        self._names: dict[int, str] = {}
+
+    def add(self, owner: Any, step: Step) -> None:
+        """Adds that a place holds the object that it holds now."""
+        kind, key = step
+        if owner is MISSING:
+            return
+        value = read(owner, (step,))
+        if kind in ("attribute", "global"):
+            values = owner.__globals__ if kind == "global" else attributes_of(owner)
+            if value is MISSING:
+                self._code[f"{key!r} not in {self._name(values)}"] = None
+                return
+            where = f"{self._name(values)}[{key!r}]"
+        elif kind == "class":
+            base = next((base for base in type(owner).__mro__ if key in vars(base)), type(owner))
+            where = f"{self._name(vars(base))}[{key!r}]"
+        elif kind == "cell" and value is not MISSING:
+            where = f"{self._name(owner.__closure__[key])}.cell_contents"
+        elif kind == "item":
+            where = f"{self._name(owner)}[{key}]"
+        elif kind == "get" and getattr(owner, str(key), MISSING) is value:
+            where = f"getattr({self._name(owner)}, {key!r}, M)"
+        elif kind == "get":  # made anew at each access
+            self._code[f"frozen(getattr({self._name(owner)}, {key!r}, M)) == {self._name(frozen(value))}"] = None
+            return
+        else:
+            where = f"read({self._name(owner)}, {self._name((step,))})"
+        self._code[f"{where} is {self._name(value)}"] = None
+        self._add_contents(value)
+
+    def _add_contents(self, value: Any) -> None:
+        """Adds that an object was not changed in place, as far as graphs depend on it."""
+        if isinstance(value, torch.Tensor):
+            if value.layout is torch.strided:
+                self._code[f"{self._name(value)}.shape == {self._name(value.shape)}"] = None
+        elif isinstance(value, (dict, list, set, deque)):
+            self._code[f"same_parts({self._name(value)}, {self._name(value.copy())})"] = None
+        elif isinstance(value, numpy.ndarray):
+            self._code[f"frozen({self._name(value)}) == {self._name(frozen(value))}"] = None
+        for _, part in parts_of(value):
+            self._add_contents(part)
+
+    def _name(self, value: Any) -> str:
+        name = self._names.get(id(value))
+        if name is None:
+            name = self._names[id(value)] = f"o{len(self._names)}"
+            self._objects[name] = value
+        return name
+
+    def function(self) -> Callable[[], bool]:
+        """Returns the condition as a function."""
+        code = f"def unchanged():\n    return {' and '.join(self._code) or 'True'}"
+        exec(compile(code, "<guard>", "exec"), self._objects)  # the only way to a condition without a loop
+        function: Callable[[], bool] = self._objects["unchanged"]
+        return function
+
+
+def _has_same_parts(value: Any, copy: Any) -> bool:
+    if len(value) != len(copy):
+        return False
+    if isinstance(value, set):
+        return bool(value == copy)
+    if isinstance(value, dict) and not all(map(_is, value.values(), copy.values())):
+        return False
+    return all(map(_is, value, copy))
+
+
+def _is(first: Any, second: Any) -> bool:
+    return first is second
+
+
+def _is_number(value: Hashable) -> bool:
+    return isinstance(value, tuple) and value[0] in (int, float)
+
+
+def _shown(value: Hashable) -> str:
+    """Returns the value of a stand-in as text."""
+    if not isinstance(value, tuple) or not isinstance(value[0], type):
+        return repr(value)
+    if value[0] in (float, complex):
+        return str(value[1])
+    if issubclass(value[0], torch.Tensor) and len(value) > 3:
+        return f"a tensor of shape {list(value[2])} and dtype {value[1]}"  # type: ignore[call-overload]
+    plain = len(value) == 2 and not isinstance(value[1], tuple) and value[0] is not slice
+    return shown(value[1]) if plain else f"another {value[0].__name__}"
+
+
+def _change(name: str, old: Hashable, new: Hashable) -> str:
+    if _is_number(old) and _is_number(new):
+        return (
+            f"which has changed from {_shown(old)} to {_shown(new)}: the model is exported again, with an input for "
+            f"it where it only enters arithmetic, otherwise for each value. An argument of loss_fn in "
+            "trainer.loss_parameters needs no further export"
+        )
+    return "which has changed: the model is exported again for each value"
+
+
+def listed(names: Sequence[str]) -> str:
+    """Returns names for a message: the first ones, and how many more there are."""
+    quoted = [repr(name) if name else "the model" for name in names]
+    more = f" and {len(quoted) - _MOST_NAMED} more" if len(quoted) > _MOST_NAMED else ""
+    return ", ".join(quoted[:_MOST_NAMED]) + more

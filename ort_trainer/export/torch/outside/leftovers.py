@@ -1,0 +1,176 @@
+"""What a run leaves outside tensors, written down as JSON values, so that it can be left again after each run."""
+
+from __future__ import annotations
+
+import enum
+import sys
+import types
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+import torch
+from torch import nn
+
+from .numbers import Number, evaluate
+from .places import MISSING, Place, read, write
+
+__all__ = ["Code", "Leftovers", "decode", "encode"]
+
+Code = list[Any]
+"""A kind, and what belongs to it: ``plain`` and a value, ``tensor`` and a number, ``place`` and a place, and so on."""
+
+_SEQUENCES: dict[str, Any] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
+_DICTS: dict[str, Any] = {"dict": dict, "OrderedDict": OrderedDict}
+
+
+@dataclass(frozen=True)
+class Leftovers:
+    """What a run leaves.
+
+    Attributes:
+        writes: Places, and what is left there.
+        tensors: The number of tensors in it.
+    """
+
+    writes: tuple[tuple[Place, Code], ...] = ()
+    tensors: int = 0
+
+    def leave(self, root: nn.Module, tensors: Sequence[torch.Tensor]) -> None:
+        """Leaves everything in its place.
+
+        Args:
+            root: Where places begin.
+            tensors: The tensors of the run.
+        """
+        values = [(place, decode(code, tensors, root)) for place, code in self.writes]
+        for place, value in values:
+            write(root, place, value)
+
+
+def encode(value: Any, tensors: list[torch.Tensor], known: Mapping[int, Place]) -> Code:
+    """Returns a value as JSON values.
+
+    Args:
+        value: The value.
+        tensors: Receives the tensors in it.
+        known: Places of objects that existed before, by ``id``.
+
+    Raises:
+        TypeError: If it can't be written down; the text says what it is.
+    """
+    if value is MISSING:
+        return ["missing"]
+    if type(value) is Number:
+        return ["expression", value.expression]
+    if value is None or type(value) in (bool, int, float, str):
+        return ["plain", value]
+    if id(value) in known:
+        return ["place", known[id(value)]]
+    if isinstance(value, torch.Tensor):
+        tensors.append(value)
+        return ["tensor", len(tensors) - 1]
+    if isinstance(value, (torch.SymInt, torch.SymFloat)):
+        dtype = torch.int64 if isinstance(value, torch.SymInt) else torch.float64
+        tensors.append(torch.scalar_tensor(value, dtype=dtype))  # type: ignore[arg-type]
+        return ["number", len(tensors) - 1]
+    name = type(value).__name__
+    if type(value) is deque:
+        return ["deque", value.maxlen, [encode(part, tensors, known) for part in value]]
+    if _SEQUENCES.get(name) is type(value):
+        return [name, [encode(part, tensors, known) for part in value]]
+    if _DICTS.get(name) is type(value) or type(value) is defaultdict:
+        return ["dict", name, [[encode(k, tensors, known), encode(v, tensors, known)] for k, v in value.items()]]
+    if isinstance(value, torch.dtype):
+        return ["dtype", str(value).removeprefix("torch.")]
+    if isinstance(value, torch.Size):
+        return ["size", [encode(part, tensors, known) for part in value]]
+    if isinstance(value, numpy.generic) and not value.dtype.hasobject:
+        return ["numpy", str(value.dtype), value.item()]
+    if isinstance(value, type):
+        return ["class", *_path_of(value)]
+    if isinstance(value, enum.Enum):
+        return ["enum", *_path_of(type(value)), value.name]
+    if hasattr(type(value), "n_sequence_fields"):  # what torch.max and others return
+        return ["sequence", *_path_of(type(value)), [encode(part, tensors, known) for part in value]]
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return ["named", *_path_of(type(value)), [encode(part, tensors, known) for part in value]]
+    attributes = getattr(value, "__dict__", None)
+    opaque = isinstance(value, (tuple, nn.Module, types.ModuleType)) or callable(value)
+    if opaque or not isinstance(attributes, dict):
+        raise TypeError(f"an object of the class {type(value).__qualname__}")
+    parts = [[key, encode(part, tensors, known)] for key, part in attributes.items()]
+    pairs = dict.items(value) if isinstance(value, dict) else ()
+    entries = [[encode(key, tensors, known), encode(part, tensors, known)] for key, part in pairs]
+    return ["object", *_path_of(type(value)), parts, entries]
+
+
+def decode(code: Code, tensors: Sequence[torch.Tensor], root: nn.Module) -> Any:
+    """Returns the value that :func:`encode` has written down.
+
+    Args:
+        code: Its result.
+        tensors: The tensors.
+        root: Where places begin.
+    """
+    kind, *rest = code
+    if kind == "missing":
+        return MISSING
+    if kind == "plain":
+        return rest[0]
+    if kind == "expression":
+        return evaluate(rest[0], root)
+    if kind == "place":
+        return read(root, tuple(map(tuple, rest[0])))  # type: ignore[arg-type]
+    if kind == "tensor":
+        return tensors[rest[0]]
+    if kind == "number":
+        return tensors[rest[0]].item()
+    if kind == "deque":
+        return deque((decode(part, tensors, root) for part in rest[1]), rest[0])
+    if kind in _SEQUENCES:
+        return _SEQUENCES[kind](decode(part, tensors, root) for part in rest[0])
+    if kind == "dict":
+        pairs = [(decode(key, tensors, root), decode(value, tensors, root)) for key, value in rest[1]]
+        return _DICTS.get(rest[0], dict)(pairs)
+    if kind == "dtype":
+        return getattr(torch, rest[0])
+    if kind == "size":
+        return torch.Size(decode(part, tensors, root) for part in rest[0])
+    if kind == "numpy":
+        return numpy.dtype(rest[0]).type(rest[1])
+    which = _at_path(*rest[:2])
+    if kind == "class":
+        return which
+    if kind == "enum":
+        return which[rest[2]]
+    if kind == "named":
+        return which(*(decode(part, tensors, root) for part in rest[2]))
+    if kind == "sequence":
+        return which([decode(part, tensors, root) for part in rest[2]])
+    value = which.__new__(which)
+    base: Any = OrderedDict if issubclass(which, OrderedDict) else dict
+    for key, part in rest[3]:
+        base.__setitem__(value, decode(key, tensors, root), decode(part, tensors, root))
+    vars(value).update((key, decode(part, tensors, root)) for key, part in rest[2])
+    return value
+
+
+def _path_of(kind: type) -> tuple[str, str]:
+    path = kind.__module__, kind.__qualname__
+    try:
+        found = _at_path(*path)
+    except (AttributeError, KeyError):
+        found = None
+    if found is not kind:
+        raise TypeError(f"an object of the class {kind.__qualname__}, which is not at the top of its file,")
+    return path
+
+
+def _at_path(module: str, name: str) -> Any:
+    value: Any = sys.modules[module]
+    for part in name.split("."):
+        value = getattr(value, part)
+    return value

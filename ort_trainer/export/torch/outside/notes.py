@@ -1,0 +1,55 @@
+"""What an export depends on and leaves outside tensors: JSON values, which a child process can send."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from .leftovers import Code, Leftovers
+from .numbers import Expression
+from .places import Place, Step
+
+__all__ = ["Notes"]
+
+
+@dataclass(frozen=True)
+class Notes:
+    """Notes of an export.
+
+    Attributes:
+        reads: Places on whose values the graph depends.
+        conditions: Comparisons of numbers that may change, with the results on which the graph depends.
+        tensors: Name of an input of the graph that counts as a buffer -> the place of the tensor.
+        scalars: Name of such an input -> the expression that is its value, and its dtype.
+        leftovers: What each run leaves. Its tensors are the last results of the graph.
+        result: What a module returns, with the other results of its graph; None if it can't be written down.
+    """
+
+    reads: tuple[Place, ...] = ()
+    conditions: tuple[tuple[Expression, bool], ...] = ()
+    tensors: Mapping[str, Place] = field(default_factory=dict)
+    scalars: Mapping[str, tuple[Expression, str]] = field(default_factory=dict)
+    leftovers: Leftovers = field(default_factory=Leftovers)
+    result: Code | None = None
+
+    def to_json(self) -> Any:
+        """Returns the notes as JSON values."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, said: Any) -> Notes:
+        """Returns the notes from :meth:`to_json`, perhaps after a way through JSON text."""
+        left = said["leftovers"]
+        return cls(
+            tuple(map(_place, said["reads"])),
+            tuple((expression, result) for expression, result in said["conditions"]),
+            {name: _place(place) for name, place in said["tensors"].items()},
+            {name: (expression, dtype) for name, (expression, dtype) in said["scalars"].items()},
+            Leftovers(tuple((_place(place), code) for place, code in left["writes"]), left["tensors"]),
+            said["result"],
+        )
+
+
+def _place(said: Any) -> Place:
+    return tuple(Step(kind, key) for kind, key in said)

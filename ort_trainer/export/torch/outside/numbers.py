@@ -1,0 +1,214 @@
+"""Numbers that change from run to run: during a capture an object stands in for each, and notes what is done with it.
+
+What is computed from such a number outside tensors is an expression, which is evaluated again for each run. In the
+arithmetic of tensors, the expression is an input of the graph. A comparison becomes a condition of the graph. Whatever
+else is done with the number ties the graph to its value.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .places import Place, described, read
+
+__all__ = ["Expression", "Number", "Uses", "evaluate", "places_of", "text_of"]
+
+Expression = list[Any]
+"""``["at", place]``, ``["is", number]``, or the name of an operator, or ``type``, and its operands."""
+
+_ARITHMETIC: dict[str, Callable[..., Any]] = {
+    name: getattr(operator, name) for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "neg", "abs")
+}
+_COMPARISONS: dict[str, Callable[..., Any]] = {
+    name: getattr(operator, name) for name in ("lt", "le", "gt", "ge", "eq", "ne")
+}
+_OPERATORS = {**_ARITHMETIC, **_COMPARISONS}
+# Functions in which a number may be a tensor without dimensions, with the same result.
+_OF_TENSORS = frozenset(
+    {
+        *(getattr(torch, name) for name in ("add", "sub", "mul", "div", "true_divide")),
+        *(
+            getattr(torch.Tensor, name)
+            for base in ("add", "sub", "mul", "truediv")
+            for name in (f"__{base}__", f"__r{base}__", f"__i{base}__")
+        ),
+        *(getattr(torch.Tensor, f"{name}{end}") for name in ("add", "sub", "mul", "div") for end in ("", "_")),
+    }
+)
+
+
+def evaluate(expression: Expression, root: Any) -> Any:
+    """Returns the value of an expression now.
+
+    Args:
+        expression: The expression.
+        root: Where places begin.
+    """
+    kind, *rest = expression
+    if kind == "at":
+        return read(root, tuple(map(tuple, rest[0])))  # type: ignore[arg-type]
+    if kind == "is":
+        return rest[0]
+    if kind == "type":
+        return type(evaluate(rest[0], root)).__name__
+    return _OPERATORS[kind](*(evaluate(part, root) for part in rest))
+
+
+def places_of(expression: Expression) -> list[Place]:
+    """Returns the places of the numbers in an expression."""
+    kind, *rest = expression
+    if kind == "at":
+        return [rest[0]]
+    return [] if kind == "is" else [place for part in rest for place in places_of(part)]
+
+
+def text_of(expression: Expression) -> str:
+    """Returns an expression as text, such as ``add(calls, 1)``."""
+    kind, *rest = expression
+    if kind == "at":
+        return described(rest[0])
+    return repr(rest[0]) if kind == "is" else f"{kind}({', '.join(map(text_of, rest))})"
+
+
+class Uses:
+    """What a run has done with its numbers.
+
+    Attributes:
+        conditions: Comparisons, each with its result.
+        fixed: Places of numbers whose values the run depends on.
+        scalars: Expressions that have entered the arithmetic of tensors, with the tensors that stand for them.
+    """
+
+    def __init__(self) -> None:
+        self.conditions: list[tuple[Expression, bool]] = []
+        self.fixed: set[Place] = set()
+        self.scalars: list[tuple[Expression, torch.Tensor]] = []
+
+    def scalar(self, number: Number) -> torch.Tensor:
+        """Returns the tensor for an expression: real, even where tensors are traced, so that it becomes an input."""
+        for expression, tensor in self.scalars:
+            if expression == number.expression:
+                return tensor
+        with torch.utils._python_dispatch._disable_current_modes():
+            dtype = torch.float64 if isinstance(number.value, float) else torch.int64
+            tensor = torch.tensor(number.value, dtype=dtype)
+        self.scalars.append((number.expression, tensor))
+        return tensor
+
+
+class Number:
+    """Stands for a number during a run.
+
+    It passes as an int or a float, but is none: C code that takes numbers would read the value without a trace.
+
+    Args:
+        value: The number now.
+        expression: How it is computed.
+        uses: Takes notes.
+    """
+
+    def __init__(self, value: Any, expression: Expression, uses: Uses) -> None:
+        self.value, self.expression, self.uses = value, expression, uses
+
+    @property
+    def __class__(self) -> type:
+        return type(self.value)
+
+    def fixed(self) -> Any:
+        """Returns the value, on which the run then depends."""
+        self.uses.fixed.update(places_of(self.expression))
+        return self.value
+
+    def __bool__(self) -> bool:
+        return _compared("ne", self, 0)
+
+    def __hash__(self) -> int:
+        return hash(self.fixed())
+
+    def __repr__(self) -> str:
+        return repr(self.fixed())
+
+    def __format__(self, spec: str) -> str:
+        return format(self.fixed(), spec)
+
+    def __int__(self) -> int:
+        return int(self.fixed())
+
+    def __float__(self) -> float:
+        return float(self.fixed())
+
+    def __index__(self) -> int:
+        return operator.index(self.fixed())
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.fixed(), name)
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        numbers = [value for value in args if type(value) is Number]
+        tensors = [value for value in args if isinstance(value, torch.Tensor)]
+        whole = any(isinstance(number.value, float) for number in numbers) and not all(
+            tensor.is_floating_point() or tensor.is_complex() for tensor in tensors
+        )
+        if function in _OF_TENSORS and tensors and not whole and not any(isinstance(n.value, bool) for n in numbers):
+            converted = [value.uses.scalar(value) if type(value) is Number else value for value in args]
+        else:
+            converted = [_plain(value) for value in args]
+        return function(*converted, **{key: _plain(value) for key, value in (kwargs or {}).items()})
+
+
+def _plain(value: Any) -> Any:
+    if type(value) is Number:
+        return value.fixed()
+    if type(value) in (list, tuple):
+        return type(value)(map(_plain, value))
+    return value
+
+
+def _operand(value: Any) -> tuple[Any, Expression] | None:
+    if type(value) is Number:
+        return value.value, value.expression
+    return (value, ["is", value]) if type(value) in (int, float, bool) else None
+
+
+def _arithmetic(name: str, mine: Number, *others: Any) -> Any:
+    operands = [_operand(value) for value in (mine, *others)]
+    if None in operands:
+        return NotImplemented
+    values, expressions = zip(*operands, strict=True)  # type: ignore[arg-type]
+    return Number(_ARITHMETIC[name](*values), [name, *expressions], mine.uses)
+
+
+def _reversed(name: str, mine: Number, other: Any) -> Any:
+    operand = _operand(other)
+    if operand is None:
+        return NotImplemented
+    value, expression = operand
+    return Number(_ARITHMETIC[name](value, mine.value), [name, expression, mine.expression], mine.uses)
+
+
+def _compared(name: str, mine: Number, other: Any) -> Any:
+    operand = _operand(other)
+    if operand is None:
+        return _COMPARISONS[name](mine.fixed(), other) if not isinstance(other, torch.Tensor) else NotImplemented
+    result = bool(_COMPARISONS[name](mine.value, operand[0]))
+    mine.uses.conditions.append(([name, mine.expression, operand[1]], result))
+    return result
+
+
+def _define() -> None:
+    def method(function: Callable[..., Any], name: str) -> Any:
+        return lambda *operands: function(name, *operands)
+
+    for name in _ARITHMETIC:
+        setattr(Number, f"__{name}__", method(_arithmetic, name))
+        setattr(Number, f"__r{name}__", method(_reversed, name))
+    for name in _COMPARISONS:
+        setattr(Number, f"__{name}__", method(_compared, name))
+
+
+_define()

@@ -1,0 +1,135 @@
+"""A place is where a program keeps a value: a path of steps from a root, such as an attribute, an entry, a global.
+
+A place is made of strings and numbers, so a child process can name it to its parent, which has the same objects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+__all__ = ["MISSING", "Place", "Step", "attributes_of", "described", "of_class", "read", "refill", "write"]
+
+
+class _Missing:
+    """The value of a place that does not exist, such as an attribute that has not been assigned yet."""
+
+    def __repr__(self) -> str:
+        return "nothing"
+
+
+MISSING = _Missing()
+
+
+class Step(NamedTuple):
+    """One step from an owner to a value.
+
+    Attributes:
+        kind: ``get`` (what the owner's attribute returns), ``attribute`` (an entry of its ``__dict__``), ``tensor`` (a
+            module's parameter or buffer), ``class`` (an attribute of its class), ``global`` (a global variable of a
+            function), ``cell`` (a variable of a function's closure), ``item`` (of a sequence), ``entry`` (of a dict, by
+            the position of its key), or ``contents`` (all that a container holds, only to be written).
+        key: A name or a position.
+    """
+
+    kind: str
+    key: str | int
+
+
+Place = tuple[Step, ...]
+
+
+def of_class(kind: type, name: str) -> Any:
+    """Returns an attribute of a class without binding it, or :data:`MISSING`."""
+    return next((vars(base)[name] for base in kind.__mro__ if name in vars(base)), MISSING)
+
+
+def _in_cell(function: Any, index: int) -> Any:
+    try:
+        return function.__closure__[index].cell_contents
+    except ValueError:  # not assigned yet
+        return MISSING
+
+
+def _in_sequence(owner: Any, index: int) -> Any:
+    return owner[index] if index < len(owner) else MISSING
+
+
+def _in_dict(owner: Any, index: int) -> Any:
+    return next((value for at, value in enumerate(owner.values()) if at == index), MISSING)
+
+
+def attributes_of(owner: Any) -> Any:
+    """Returns an object's ``__dict__``, without what its class does when it is read."""
+    return vars(owner) if isinstance(owner, type) else object.__getattribute__(owner, "__dict__")
+
+
+_READ: dict[str, Callable[[Any, Any], Any]] = {
+    "get": lambda owner, name: getattr(owner, name, MISSING),
+    "attribute": lambda owner, name: attributes_of(owner).get(name, MISSING),
+    "tensor": lambda owner, name: {**owner._parameters, **owner._buffers}.get(name, MISSING),
+    "class": lambda owner, name: of_class(type(owner), name),
+    "global": lambda function, name: function.__globals__.get(name, MISSING),
+    "cell": _in_cell,
+    "item": _in_sequence,
+    "entry": _in_dict,
+}
+
+
+def read(root: Any, place: Place) -> Any:
+    """Returns what is at a place; :data:`MISSING` if there is nothing."""
+    for kind, key in place:
+        if root is MISSING:
+            break
+        root = _READ[kind](root, key)
+    return root
+
+
+def write(root: Any, place: Place, value: Any) -> None:
+    """Puts a value at a place; :data:`MISSING` removes what is there."""
+    owner, (kind, key) = read(root, place[:-1]), place[-1]
+    if kind == "tensor":
+        owner._buffers[key] = value
+    elif kind == "cell":
+        if value is MISSING:
+            del owner.__closure__[key].cell_contents
+        else:
+            owner.__closure__[key].cell_contents = value
+    elif kind == "contents":
+        refill(owner, value)
+    elif kind == "item":
+        owner[key] = value
+    elif kind == "entry":
+        owner[list(owner)[int(key)]] = value
+    elif kind == "class" or isinstance(owner, type):
+        of = owner if isinstance(owner, type) else next(b for b in type(owner).__mro__ if key in vars(b))
+        delattr(of, str(key)) if value is MISSING else setattr(of, str(key), value)
+    elif kind == "get":
+        object.__setattr__(owner, str(key), value)
+    else:
+        values = owner.__globals__ if kind == "global" else attributes_of(owner)
+        values.pop(key, None) if value is MISSING else values.update({key: value})
+
+
+def refill(container: Any, contents: Any) -> None:
+    """Replaces the contents of a dict, list, set or deque."""
+    parts = contents if isinstance(contents, dict) else list(contents)
+    container.clear()
+    (container.update if isinstance(container, (dict, set)) else container.extend)(parts)
+
+
+def described(place: Place) -> str:
+    """Returns a place as text for messages, such as ``layer.hidden[0]`` or ``global SCALE``."""
+    text = ""
+    for kind, key in place:
+        if kind in ("item", "entry"):
+            text += f"[{key}]"
+        elif kind == "contents":
+            continue
+        elif kind == "global":
+            text = f"global {key}"
+        elif kind == "cell":
+            text += f".<variable {key}>"
+        elif str(key) not in ("model", "__func__") or text:
+            text += f".{key}"
+    return text.removeprefix(".") or "the model"

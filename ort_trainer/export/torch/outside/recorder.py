@@ -1,0 +1,490 @@
+"""Records what a run of a model and its loss reads outside tensors, and what it leaves there.
+
+A read is found in two ways. Attributes of modules and of other objects are recorded as they are read: for the time of
+the run, their classes get a ``__getattribute__`` that takes notes. Global variables, variables of closures and defaults
+can't be watched in Python, so those that the code of a function names are recorded when the function is first met.
+
+What was left is found by comparison: what was met is copied, one level deep, before the code that may change it runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import builtins
+import contextlib
+import functools
+import sys
+import threading
+import types
+from collections import deque
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy
+import torch
+from torch import nn
+
+from ....core.errors import ExportError
+from .leftovers import Code, Leftovers, encode
+from .notes import Notes
+from .numbers import Number, Uses, text_of
+from .places import MISSING, Place, Step, attributes_of, described, of_class, read, refill, write
+from .values import CONTAINERS, frozen, is_plain, parts_of
+
+__all__ = ["Recorder"]
+
+# What every module has: its parts, which a ModelWatch compares, and its mode.
+# Recurrent layers of PyTorch keep references to their weights.
+_OF_EVERY_MODULE = frozenset(nn.Module().__dict__) | frozenset(
+    {"_call_impl", "_wrapped_call_impl", "_compiled_call_impl", "_flat_weights", "_flat_weight_refs"}
+)
+_NOT_USERS = sys.stdlib_module_names | {"torch", "numpy", "sympy", "ort_trainer", "torchgen", "functorch"}
+_TORCH = str(Path(torch.__file__).parent)
+_OURS = str(Path(__file__).parent)
+_TORCH_MODELS = str(Path(torch.nn.__file__).parent)
+# Called without being named.
+_CALLED_ON_CLASSES = frozenset({"__init__", "__call__", "__new__", "__post_init__", "forward"})
+_NAMESPACES = (argparse.Namespace,)
+
+
+class Recorder:
+    """Takes notes of one run.
+
+    Args:
+        root: The module of a step, from which all places begin. Its attribute ``model`` is the model, ``loss_fn`` the
+            loss function.
+        numbers: Places of numbers that change from run to run.
+
+    Attributes:
+        reads: The places that the run has read, in order, with their values.
+        tensors: Tensors at these places that are not the modules' own, by ``id``, each with its place.
+        numbers: As given; more can be added before a run.
+        uses: What the run has done with the numbers.
+        modes: The modules, by ``id``, whose attribute ``training`` the run has read.
+        leftovers: What the last run has left.
+        result: What a module returns; None if it can't be written down.
+    """
+
+    def __init__(self, root: nn.Module, numbers: Collection[Place] = ()) -> None:
+        self._root, self.numbers = root, set(numbers)
+        self._thread = 0
+        self.leftovers = Leftovers()
+        self.result: Code | None = None
+        self._begin()
+
+    def _begin(self) -> None:
+        self.reads: dict[Place, Any] = {}
+        self.tensors: dict[int, tuple[torch.Tensor, Place]] = {}
+        self.modes: dict[int, nn.Module] = {}
+        self._met: dict[int, tuple[Any, Place]] = {}
+        self._seen: set[tuple[int, str]] = set()
+        self._classes: dict[type, Any] = {}
+        self.uses = Uses()
+        # Of what a run may change, its place, the object, and a copy of what it was.
+        self._attributes: dict[int, tuple[Place, dict[str, Any], dict[str, Any]]] = {}
+        self._contents: dict[int, tuple[Place, Any, Any]] = {}
+        self._globals: dict[tuple[int, str], tuple[Place, dict[str, Any], Any]] = {}
+        self._cells: list[tuple[Place, Any, Any]] = []
+        self._slots: list[tuple[Place, Any, str, Any]] = []
+        self._numbers: dict[Place, Any] = {}
+        self._stood_in: set[Place] = set()
+        self._foreign: set[int] = set()
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Records the reads of the run in the context, and restores afterwards what it has changed."""
+        self._begin()
+        self._thread = threading.get_ident()
+        for place in self.numbers:
+            value = read(self._root, place)
+            if type(value) in (int, float):
+                self._numbers[place] = value
+                self._stood_in.add(place)
+                write(self._root, place, Number(value, ["at", place], self.uses))
+        self._watch_class(nn.Module)
+        try:
+            for name, module in self._root.named_modules():
+                if name:
+                    self._meet_module(module, tuple(Step("get", part) for part in name.split(".")))
+            if not isinstance(self._root.loss_fn, nn.Module):
+                self._meet(self._root.loss_fn, (Step("get", "loss_fn"),))
+            yield
+        finally:
+            for kind, own in self._classes.items():
+                _unwatch(kind, own)
+            self._restore()
+
+    def leave(self, strict: bool) -> tuple[torch.Tensor, ...]:
+        """Returns the tensors that the run has left outside, which are to be further results of it.
+
+        Args:
+            strict: Whether what can't be left by a graph is an error.
+
+        Raises:
+            ExportError: If something was left that can't be written down.
+        """
+        tensors: list[torch.Tensor] = []
+        known = self._known()
+        writes = []
+        for place, now, before, _ in self._changes():
+            if is_plain(now) and type(now) is not Number and frozen(now) == frozen(before):
+                continue
+            others = known
+            if place[-1].kind == "contents":  # of a container that is at its place already
+                others = {key: other for key, other in known.items() if key != id(now)}
+            try:
+                writes.append((place, encode(now, tensors, others)))
+            except TypeError as reason:
+                if not strict:
+                    continue
+                raise ExportError(
+                    f"the run leaves {reason} in {described(place)!r}, which a graph can't do: keep tensors, numbers, "
+                    "strings or containers of them, or keep it elsewhere than in forward() and the loss"
+                ) from None
+        self.leftovers = Leftovers(tuple(writes), len(tensors))
+        return tuple(tensors)
+
+    def written(self, result: Any) -> tuple[torch.Tensor, ...]:
+        """Writes down what a module returns, in :attr:`result`, and returns the tensors in it.
+
+        Raises:
+            TypeError: If it can't be written down.
+        """
+        tensors: list[torch.Tensor] = []
+        self.result = encode(result, tensors, self._known())
+        return tuple(tensors)
+
+    def _known(self) -> dict[int, Place]:
+        return {key: place for key, (_, place) in (*self._met.items(), *self.tensors.items())}
+
+    def counters(self) -> set[Place]:
+        """Returns the places of numbers that the run has read and replaced by other numbers."""
+        found = set()
+        for place, code in self.leftovers.writes:
+            replaced = code[0] == "plain" and type(code[1]) in (int, float)
+            if replaced and type(self.reads.get(place)) in (int, float) and place not in self.uses.fixed:
+                found.add(place)
+        return found
+
+    def outside(self) -> dict[str, tuple[torch.Tensor, Place]]:
+        """Returns the tensors from outside that the run has met, with their places, by a name for each."""
+        found: dict[str, tuple[torch.Tensor, Place]] = {}
+        own = set(map(id, (*self._root.model.parameters(), *self._root.model.buffers())))
+        tensors = [entry for entry in self.tensors.values() if id(entry[0]) not in own]
+        if isinstance(self._root.loss_fn, nn.Module):
+            for path, module in self._root.loss_fn.named_modules():
+                place = tuple(Step("get", part) for part in ("loss_fn", *path.split(".")) if part)
+                for key, tensor in (*module._parameters.items(), *module._buffers.items()):
+                    if tensor is not None and id(tensor) not in own:
+                        tensors.append((tensor, (*place, Step("tensor", key))))
+        for tensor, place in tensors:
+            found.setdefault(described(place), (tensor, place))
+        return found
+
+    def notes(self, used: Collection[str]) -> Notes:
+        """Returns what the run has read and left.
+
+        Args:
+            used: Names of the tensors and expressions that are inputs of the graph.
+        """
+        numbers = {place for place in self._stood_in if place in self.reads}
+        fixed = [place for place in self.reads if place not in numbers or place in self.uses.fixed]
+        kinds = [(["type", ["at", place]], type(self.reads[place]).__name__) for place in numbers]
+        scalars = {text_of(e): (e, str(tensor.dtype)) for e, tensor in self.uses.scalars}
+        return Notes(
+            reads=tuple(fixed),
+            conditions=(*kinds, *self.uses.conditions),
+            tensors={name: place for name, (_, place) in self.outside().items() if name in used},
+            scalars={name: entry for name, entry in scalars.items() if name in used},
+            leftovers=self.leftovers,
+            result=self.result,
+        )
+
+    def _restore(self) -> None:
+        for change in list(self._changes()):
+            change.restore(change.before)
+        for place, value in self._numbers.items():
+            write(self._root, place, value)
+
+    def _meet_module(self, module: nn.Module, place: Place) -> None:
+        if id(module) in self._met:
+            return
+        self._met[id(module)] = module, place
+        values = attributes_of(module)
+        self._attributes[id(values)] = place, values, dict(values)
+        for key, value in values.items():
+            if type(value) in CONTAINERS and key not in _OF_EVERY_MODULE:
+                self._copy(value, (*place, Step("attribute", key)))
+        for hooks in ("_forward_hooks", "_forward_pre_hooks"):
+            for at, hook in enumerate(values.get(hooks, {}).values()):
+                self._meet(hook, (*place, Step("get", hooks), Step("entry", at)))
+
+    def _copy(self, value: Any, place: Place) -> None:
+        """Copies a container that can be changed, one level deep."""
+        if isinstance(value, (dict, list, set, deque)):
+            self._contents.setdefault(id(value), (place, value, value.copy()))
+
+    def _meet(self, value: Any, place: Place) -> None:
+        """Takes note of an object that the run may read from or change."""
+        if is_plain(value) and not isinstance(value, type):
+            return
+        if isinstance(value, torch.Tensor):
+            if type(value) in (torch.Tensor, nn.Parameter):  # not one that stands for a parameter during a capture
+                self.tensors.setdefault(id(value), (value, place))
+            return
+        if id(value) in self._met or isinstance(value, (types.ModuleType, type)):
+            return
+        if isinstance(value, nn.Module):  # one that is not a part of the model
+            for name, module in value.named_modules():
+                inner = (*place, *(Step("get", part) for part in name.split("."))) if name else place
+                self._meet_module(module, inner)
+                self._foreign.add(id(module))
+                for key, tensor in (*module._parameters.items(), *module._buffers.items()):
+                    if tensor is not None:
+                        self._record((*inner, Step("tensor", key)), tensor)
+            return
+        self._met[id(value)] = value, place
+        if isinstance(value, types.FunctionType):
+            self._meet_function(value, place)
+        elif isinstance(value, types.MethodType):
+            self._meet(value.__self__, (*place, Step("get", "__self__")))
+            self._meet(value.__func__, (*place, Step("get", "__func__")))
+        elif isinstance(value, (*CONTAINERS, functools.partial)):
+            self._copy(value, place)
+            for step, part in parts_of(value):
+                self._meet(part, (*place, step))
+        elif not isinstance(value, (numpy.ndarray, types.BuiltinFunctionType)):
+            self._meet_object(value, place)
+
+    def _meet_object(self, value: Any, place: Place) -> None:
+        kind = type(value)
+        namespace = isinstance(value, types.SimpleNamespace)
+        if not namespace and not _is_users(kind.__module__) and not isinstance(value, _NAMESPACES):
+            return
+        try:
+            values = attributes_of(value)
+            self._attributes[id(values)] = place, values, dict(values)
+        except AttributeError:  # it has slots only
+            values = {}
+        for name in _slots_of(kind):
+            self._slots.append((place, value, name, getattr(value, name, MISSING)))
+        if not namespace:
+            self._watch_class(kind)
+            call = of_class(kind, "__call__")
+            if isinstance(call, types.FunctionType):
+                self._record((*place, Step("class", "__call__")), call)
+            return
+        for name, part in values.items():
+            self._record((*place, Step("attribute", name)), part)
+
+    def _meet_function(self, function: types.FunctionType, place: Place) -> None:
+        for at, cell in enumerate(function.__closure__ or ()):
+            inner: Place = (*place, Step("cell", at))  # type: ignore[assignment]
+            value = _in_cell(cell)
+            self._cells.append((inner, cell, value))
+            self._record(inner, value)
+        for name in ("__defaults__", "__kwdefaults__"):
+            if getattr(function, name):
+                self._record((*place, Step("get", name)), getattr(function, name))
+        values = function.__globals__
+        if not _is_users(values.get("__name__")):
+            return
+        names = _names_of(function.__code__)
+        for name in names:
+            if name not in values and hasattr(builtins, name):
+                continue
+            inner = (*place, Step("global", name))  # type: ignore[assignment]
+            self._globals.setdefault((id(values), name), (inner, values, values.get(name, MISSING)))
+            if name in values:
+                self._record(inner, values[name])
+                self._meet_names(values[name], inner, names)
+        for at, cell in enumerate(function.__closure__ or ()):
+            self._meet_names(_in_cell(cell), (*place, Step("cell", at)), names)
+
+    def _meet_names(self, value: Any, place: Place, names: frozenset[str]) -> None:
+        """Records what code may read of a class or of a Python module: nothing can watch their attributes."""
+        if isinstance(value, types.ModuleType) and _is_users(value.__name__):
+            for name in names & vars(value).keys():
+                self._record((*place, Step("attribute", name)), vars(value)[name])
+        elif isinstance(value, type) and id(value) not in self._met:
+            self._met[id(value)] = value, place
+            for at, base in enumerate(value.__mro__):
+                if _is_users(base.__module__):
+                    of_base = (*place, Step("get", "__mro__"), Step("item", at))
+                    for name in (names | _CALLED_ON_CLASSES) & vars(base).keys():
+                        self._record((*of_base, Step("attribute", name)), vars(base)[name])
+
+    def _record(self, place: Place, value: Any) -> None:
+        """Records the value of a place as read."""
+        if isinstance(value, (staticmethod, classmethod)):
+            place, value = (*place, Step("get", "__func__")), value.__func__  # type: ignore[assignment]
+        if isinstance(value, property):
+            place, value = (*place, Step("get", "fget")), value.fget
+        if isinstance(value, (types.ModuleType, types.MemberDescriptorType)):
+            return
+        if place not in self.reads:
+            self.reads[place] = value.value if type(value) is Number else value
+            self._meet(value, place)
+
+    def _read(self, owner: Any, name: str, value: Any) -> None:
+        """Records that an attribute was read."""
+        _, place = self._met[id(owner)]
+        if name.startswith("__") and name != "__dict__":
+            return
+        if isinstance(owner, nn.Module):
+            if name == "training":
+                self.modes[id(owner)] = owner
+                if id(owner) in self._foreign:
+                    self._record((*place, Step("attribute", name)), value)
+            if name in _OF_EVERY_MODULE:
+                return
+            file = sys._getframe(2).f_code.co_filename
+            of_models = file.startswith(_TORCH_MODELS) and name != "__dict__"
+            if (file.startswith(_TORCH) and not of_models) or file.startswith(_OURS):
+                self._seen.discard((id(owner), name))  # an exporter looks at everything
+                return
+        try:
+            values = attributes_of(owner)
+        except AttributeError:
+            values = {}
+        of_type = of_class(type(owner), name)
+        if name == "__dict__":
+            for key, entry in list(values.items()):
+                if key in _OF_EVERY_MODULE:
+                    continue
+                self._record_if_old(values, key, place, entry)
+        elif name in values:
+            self._record_if_old(values, name, place, values[name])
+        elif isinstance(of_type, types.MemberDescriptorType):
+            self._record((*place, Step("get", name)), value)
+        elif of_type is not MISSING:
+            of_user = any(name in vars(base) for base in type(owner).__mro__ if _is_users(base.__module__))
+            if of_user or name == "forward" or not callable(of_type):
+                self._record_if_old(values, name, place, MISSING)
+            if of_user:
+                self._record((*place, Step("class", name)), of_type)
+        elif isinstance(owner, nn.Module) and name in {**owner._modules, **owner._parameters, **owner._buffers}:
+            pass  # the model's own parts
+        elif value is MISSING:
+            self._record_if_old(values, name, place, MISSING)
+        else:  # what a __getattr__ or __getattribute__ makes, such as a config's other names
+            self._record((*place, Step("get", name)), value)
+
+    def _record_if_old(self, values: dict[str, Any], name: str, place: Place, value: Any) -> None:
+        """Records an attribute, unless this run has assigned it."""
+        copy = self._attributes.get(id(values))
+        if copy is None or copy[2].get(name, MISSING) is value:
+            self._record((*place, Step("attribute", name)), value)
+
+    def _watch_class(self, kind: type) -> None:
+        if any(base in self._classes for base in kind.__mro__ if base is not nn.Module or kind is nn.Module):
+            return
+        original: Callable[[Any, str], Any] = kind.__getattribute__
+        met, seen, mine = self._met, self._seen, self._thread
+
+        def watched(owner: Any, name: str) -> Any:
+            key = id(owner), name
+            if key in seen or key[0] not in met or threading.get_ident() != mine:
+                return original(owner, name)
+            seen.add(key)
+            try:
+                value = original(owner, name)
+            except AttributeError:
+                self._read(owner, name, MISSING)
+                raise
+            self._read(owner, name, value)
+            return value
+
+        own = vars(kind).get("__getattribute__", MISSING)
+        try:
+            kind.__getattribute__ = watched  # type: ignore[method-assign, assignment]
+        except TypeError:  # of an extension
+            return
+        self._classes[kind] = own
+
+    def _changes(self) -> Iterator[_Change]:
+        """Yields what the run has changed."""
+        for place, values, before in self._attributes.values():
+            for key in dict.fromkeys((*before, *values)):
+                now, old = values.get(key, MISSING), before.get(key, MISSING)
+                if now is not old and key not in _OF_EVERY_MODULE:
+                    yield _Change((*place, Step("attribute", key)), now, old, functools.partial(_assign, values, key))
+        for place, owner, name, old in self._slots:
+            now = getattr(owner, name, MISSING)
+            if now is not old:
+                yield _Change((*place, Step("get", name)), now, old, functools.partial(setattr, owner, name))
+        for place, container, before in self._contents.values():
+            if not _has_same_parts(container, before):
+                restore = functools.partial(refill, container)
+                yield _Change((*place, Step("contents", "")), container, before, restore)
+        for place, values, old in self._globals.values():
+            name = str(place[-1].key)
+            if values.get(name, MISSING) is not old:
+                yield _Change(place, values.get(name, MISSING), old, functools.partial(_assign, values, name))
+        for place, cell, old in self._cells:
+            now = _in_cell(cell)
+            if now is not old:
+                yield _Change(place, now, old, functools.partial(setattr, cell, "cell_contents"))
+
+
+class _Change(NamedTuple):
+    """A change that a run has made.
+
+    Attributes:
+        place: Where.
+        now: The new value.
+        before: The old value.
+        restore: Puts a value there.
+    """
+
+    place: Place
+    now: Any
+    before: Any
+    restore: Callable[[Any], object]
+
+
+def _assign(values: dict[str, Any], key: str, value: Any) -> None:
+    if value is MISSING:
+        values.pop(key, None)
+    else:
+        values[key] = value
+
+
+def _in_cell(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not assigned yet
+        return MISSING
+
+
+def _slots_of(kind: type) -> Iterator[str]:
+    for base in kind.__mro__:
+        slots = vars(base).get("__slots__", ())
+        yield from (slots,) if isinstance(slots, str) else slots
+
+
+def _unwatch(kind: type, own: Any) -> None:
+    if own is MISSING:
+        del kind.__getattribute__
+    else:
+        kind.__getattribute__ = own  # type: ignore[method-assign]
+
+
+def _has_same_parts(now: Any, before: Any) -> bool:
+    """Returns whether two containers hold the same objects in the same order."""
+    if isinstance(now, dict) and list(map(id, now.values())) != list(map(id, before.values())):
+        return False
+    return list(map(id, now)) == list(map(id, before))
+
+
+def _is_users(module: str | None) -> bool:
+    """Returns whether code of a Python module is a user's or a library's, not Python's or PyTorch's."""
+    return bool(module) and str(module).partition(".")[0] not in _NOT_USERS
+
+
+@functools.lru_cache(maxsize=4096)
+def _names_of(code: types.CodeType) -> frozenset[str]:
+    """Returns the names of globals and attributes in code, also in the functions and comprehensions in it."""
+    inner = (_names_of(part) for part in code.co_consts if isinstance(part, types.CodeType))
+    return frozenset(code.co_names).union(*inner)

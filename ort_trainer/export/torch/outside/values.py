@@ -1,0 +1,108 @@
+"""Comparable stand-ins for values outside tensors: equal only if a program can't tell the values apart."""
+
+from __future__ import annotations
+
+import enum
+import functools
+import types
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Hashable, Iterator
+from typing import Any
+
+import numpy
+import torch
+from torch import nn
+
+__all__ = ["CONTAINERS", "frozen", "is_plain", "memory_of", "parts_of"]
+
+CONTAINERS = (dict, OrderedDict, defaultdict, list, tuple, deque, set, frozenset)
+_ATOMS = (type(None), bool, int, float, complex, str, bytes, type(...), range, slice)
+_OF_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format)
+_CALLABLES = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.MethodWrapperType)
+# Of a container with more entries only the number of entries is compared: comparing all takes too long at every step.
+_MOST_ENTRIES = 1000
+_DEEPEST = 8
+
+
+def is_plain(value: Any) -> bool:
+    """Returns whether a value is a number, a string or another constant without parts."""
+    return isinstance(value, (*_ATOMS, *_OF_TORCH, enum.Enum, numpy.generic, type))
+
+
+def frozen(value: Any, depth: int = 0) -> Hashable:
+    """Returns a stand-in for a value, which tells 1 from True and 0.0 from -0.0, and takes NaN as equal to itself.
+
+    Of a tensor, it has what a graph depends on, not the numbers: these are an input of the graph. Functions, modules
+    and other objects stand for themselves, and what is read of them has places of its own.
+    """
+    kind = type(value)
+    if kind in _ATOMS:
+        return kind, repr(value) if kind in (float, complex) else value if kind is not slice else str(value)
+    if isinstance(value, torch.Tensor):
+        # A tensor subclass or another layout may keep anything, so it stands for itself.
+        if value.layout is not torch.strided or value.is_quantized or value.is_meta:
+            return kind, id(value), getattr(value, "_version", 0) if not value.is_inference() else 0
+        return kind, value.dtype, value.shape, value.device, value.requires_grad
+    if isinstance(value, numpy.ndarray):
+        return kind, str(value.dtype), value.shape, id(value) if value.dtype.hasobject else value.tobytes()
+    if isinstance(value, numpy.generic):
+        return kind, str(value.dtype), value.tobytes()
+    if isinstance(value, (dict, list, tuple, deque, set, frozenset)):
+        return _frozen_container(value, depth + 1)
+    if isinstance(value, functools.partial):
+        return kind, frozen(value.func), frozen(value.args, depth + 1), frozen(value.keywords, depth + 1)
+    if isinstance(value, (*_CALLABLES, *_OF_TORCH, enum.Enum, type)):
+        return kind, _Same(value)
+    # Of other objects, what is read has places of its own; only a module or an opaque object is compared by itself.
+    return (kind, id(value)) if isinstance(value, nn.Module) else (kind,)
+
+
+def _frozen_container(value: Any, depth: int) -> Hashable:
+    if len(value) > _MOST_ENTRIES or depth > _DEEPEST:
+        return type(value), len(value)
+    if isinstance(value, dict):
+        return type(value), tuple((frozen(key), frozen(entry, depth)) for key, entry in dict.items(value))
+    if isinstance(value, (set, frozenset)):
+        return type(value), frozenset(map(frozen, value))
+    return type(value), tuple(frozen(part, depth) for part in value)
+
+
+class _Same:
+    """Equal only for the same object, or for methods of the same object and function."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Same):
+            return False
+        mine, theirs = self._value, other._value
+        if isinstance(mine, types.MethodType) and isinstance(theirs, types.MethodType):
+            return mine.__func__ is theirs.__func__ and mine.__self__ is theirs.__self__
+        return mine is theirs
+
+    def __hash__(self) -> int:
+        return hash(type(self._value))
+
+    def __repr__(self) -> str:
+        return getattr(self._value, "__qualname__", None) or repr(self._value)
+
+
+def parts_of(value: Any) -> Iterator[tuple[tuple[str, str | int], Any]]:
+    """Yields the parts of a container, each with the step of a place that leads to it; nothing of other values."""
+    if isinstance(value, functools.partial):
+        yield ("get", "func"), value.func
+        yield ("get", "args"), value.args
+        yield ("get", "keywords"), value.keywords
+    elif isinstance(value, dict):
+        if len(value) <= _MOST_ENTRIES:
+            yield from (((("entry", at), part)) for at, part in enumerate(dict.values(value)))
+    elif isinstance(value, (list, tuple, deque)) and len(value) <= _MOST_ENTRIES:
+        yield from ((("item", at), part) for at, part in enumerate(value))
+
+
+def memory_of(tensor: torch.Tensor) -> Hashable:
+    """Returns what tells tensors in memory apart; None for those without memory of their own."""
+    if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized or not tensor.numel():
+        return None
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
