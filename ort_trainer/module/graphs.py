@@ -28,6 +28,7 @@ from ..export.torch.guard.reads import Reads, Root
 from ..export.torch.model import recompute_options
 from ..export.torch.outside.leftovers import decode
 from ..export.torch.outside.notes import Notes
+from ..export.torch.outside.recorder import Recorder
 from ..export.torch.step_module import canonical_names
 from ..options import ORTTrainerOptions
 from ..step import Step
@@ -272,7 +273,14 @@ class CallGraphs:
         """Runs the module once, without a trace, to see what it returns."""
         args = [rebuild(layout, copies) for layout in positional]
         kwargs = {name: rebuild(layout, copies) for name, layout in named.items()}
-        with BORROWED, borrowed(self._module, (), self._module.training, self._watch.modes), torch.random.fork_rng([]):
+        step = nn.Module()
+        step.model, step.loss_fn = self._module, None
+        with (
+            BORROWED,
+            borrowed(self._module, (), self._module.training, self._watch.modes),
+            Recorder(step).running(),
+            torch.random.fork_rng([]),
+        ):
             return self._module(*args, **kwargs)
 
 

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import random
 import threading
 import warnings
-from collections import OrderedDict, defaultdict, deque
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any
 
-import numpy
 import torch
 from torch import nn
 
@@ -19,7 +15,7 @@ from ...core.errors import ExportError
 
 __all__ = [
     "BORROWED",
-    "assignments_as_updates",
+    "AssignedBuffers",
     "borrowed",
     "quiet",
 ]
@@ -27,7 +23,6 @@ __all__ = [
 BORROWED = threading.RLock()
 """Held while a model's tensors are read or it is exported: an export changes it, and PyTorch, for a while."""
 
-_CONTAINERS = (dict, OrderedDict, defaultdict, list, set, deque)  # OrderedDict: hooks of modules
 # They log every step, print whole graphs when an export fails, and warn about irrelevant packages.
 _LOGGERS = ("torch", "torch.export", "torch.fx", "torch.onnx", "torch._functorch", "onnxscript", "onnx_ir")
 _WARNINGS = (
@@ -61,8 +56,8 @@ def borrowed(
 ) -> Iterator[None]:
     """Puts a module into training or evaluation mode with only some parameters trainable, and restores it afterwards.
 
-    A forward pass may change its modules: afterwards the attributes, the contents of lists, dicts and sets among them,
-    and the values of buffers are restored. So are the random generators of Python and NumPy.
+    The values of buffers are restored as well. What else a forward pass changes is the business of a
+    :class:`~.outside.recorder.Recorder`.
 
     Args:
         module: The module.
@@ -74,10 +69,9 @@ def borrowed(
     Raises:
         ExportError: If a forward pass has changed the size of a buffer.
     """
-    attributes = [(part.__dict__, _kept(part.__dict__)) for part in module.modules()]
+    modes_before = [(part, part.training) for part in module.modules()]
     buffers = [(name, buffer, buffer.detach().clone()) for name, buffer in module.named_buffers()]
     flags = [(parameter, parameter.requires_grad) for parameter in module.parameters()]
-    generators = random.getstate(), numpy.random.get_state()
     try:
         module.train(training)
         for part, mode in (modes or {}).items():
@@ -86,10 +80,8 @@ def borrowed(
             parameter.requires_grad_(name in trainable)
         yield
     finally:
-        random.setstate(generators[0])
-        numpy.random.set_state(generators[1])
-        for now, before in attributes:
-            _put_back(now, before)
+        for part, mode in modes_before:
+            part.training = mode
         for parameter, flag in flags:
             parameter.requires_grad_(flag)
         resized = [name for name, buffer, value in buffers if buffer.shape != value.shape]
@@ -105,58 +97,59 @@ def borrowed(
         )
 
 
-def _kept(attributes: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Returns every attribute, with a copy of its content if it is a container."""
-    return {key: (value, value.copy() if type(value) in _CONTAINERS else None) for key, value in attributes.items()}
+class AssignedBuffers:
+    """The buffers of a module that its forward() replaces by others, instead of changing them in place.
 
-
-def _put_back(attributes: dict[str, Any], before: Mapping[str, tuple[Any, Any]]) -> None:
-    for key in attributes.keys() - before.keys():
-        del attributes[key]
-    for key, (value, content) in before.items():
-        attributes[key] = value
-        if content is None or _is_same(value, content):
-            continue
-        value.clear()
-        if isinstance(value, (dict, set)):
-            value.update(content)
-        else:
-            value.extend(content)
-
-
-def _is_same(value: Any, content: Any) -> bool:
-    """Returns whether two containers hold the same objects; == of tensors compares elements, so identity is used."""
-    if isinstance(value, dict) and list(map(id, value.values())) != list(map(id, content.values())):
-        return False
-    return list(map(id, value)) == list(map(id, content))
-
-
-@contextlib.contextmanager
-def assignments_as_updates(model: nn.Module) -> Iterator[None]:
-    """Turns ``self.buffer = value`` in forward() into an in-place update, because the exporter drops assignments.
+    An exporter drops such assignments, so they become changes in place. From the second run on, the model reads a copy
+    of each of them, so that the backward pass finds the value from before.
 
     Args:
-        model: The model, whose forward() runs in the context.
-
-    Raises:
-        ExportError: If a buffer is assigned a value of another shape or dtype.
+        module: The module.
     """
-    before = [(m, key, value) for m in model.modules() for key, value in m._buffers.items() if value is not None]
-    assigned: list[tuple[nn.Module, str, torch.Tensor, torch.Tensor | None]] = []
-    try:
-        yield
-    finally:
-        for owner, key, old in before:
-            if owner._buffers[key] is not old:
-                assigned.append((owner, key, old, owner._buffers[key]))
-                owner._buffers[key] = old
-    for owner, key, old, new in assigned:
-        if new is None or new.shape != old.shape or new.dtype != old.dtype:
-            raise ExportError(
-                f"forward() of {type(owner).__name__} assigns a value of another shape or dtype to its buffer {key!r}, "
-                "which a graph can't do: keep the buffer's shape and dtype"
-            )
-    # A value may be another of these buffers, so all are copied before any is changed.
-    values = [new.detach().clone() for _, _, _, new in assigned if new is not None]
-    for (_, _, old, _), value in zip(assigned, values, strict=True):
-        old.copy_(value)
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._known: set[tuple[nn.Module, str]] = set()
+        self._are_copied: set[tuple[nn.Module, str]] = set()
+
+    @property
+    def are_new(self) -> bool:
+        """Whether the last run has assigned a buffer that it has not read as a copy."""
+        return not self._known <= self._are_copied
+
+    @contextlib.contextmanager
+    def as_updates(self) -> Iterator[None]:
+        """Turns ``self.buffer = value`` in the context into an update in place.
+
+        Raises:
+            ExportError: If a buffer is assigned a value of another shape or dtype.
+        """
+        own = [
+            (part, key, value)
+            for part in self._module.modules()
+            for key, value in part._buffers.items()
+            if value is not None
+        ]
+        self._are_copied = set(self._known)
+        read = {(part, key): value.clone() if (part, key) in self._known else value for part, key, value in own}
+        assigned: list[tuple[nn.Module, str, torch.Tensor, torch.Tensor | None]] = []
+        for (part, key), value in read.items():
+            part._buffers[key] = value
+        try:
+            yield
+        finally:
+            for part, key, value in own:
+                if part._buffers.get(key) is not read[part, key]:
+                    assigned.append((part, key, value, part._buffers.get(key)))
+                part._buffers[key] = value
+        for part, key, old, new in assigned:
+            self._known.add((part, key))
+            if new is None or new.shape != old.shape or new.dtype != old.dtype:
+                raise ExportError(
+                    f"forward() of {type(part).__name__} assigns a value of another shape or dtype to its buffer "
+                    f"{key!r}, which a graph can't do: keep the buffer's shape and dtype"
+                )
+        # A value may be another of these buffers, so all are copied before any is changed.
+        values = [new.detach().clone() for _, _, _, new in assigned if new is not None]
+        for (_, _, old, _), value in zip(assigned, values, strict=True):
+            old.copy_(value)

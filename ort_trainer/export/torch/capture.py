@@ -8,6 +8,7 @@ import itertools
 import operator
 import random
 import sys
+import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -253,19 +254,39 @@ def _marked_checkpoints() -> Iterator[None]:
 def _without_drawing_outside_torch(model: str) -> Iterator[None]:
     """Refuses random numbers of Python and NumPy: a graph would have those of its capture in every step.
 
+    What other threads draw meanwhile is theirs, so the functions that draw are watched; only a process of one thread
+    can compare the generators themselves. No generator is put back.
+
     Raises:
         ExportError: If their global generators were used.
     """
+    used: set[str] = set()
+    thread, alone = threading.get_ident(), threading.active_count() == 1
     before, of_numpy = random.getstate(), numpy.random.get_state()
-    yield
-    used = [] if random.getstate() == before else ["random"]
-    if any(not numpy.array_equal(now, then) for now, then in zip(numpy.random.get_state(), of_numpy, strict=True)):
-        used.append("numpy.random")
+
+    def watched(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def draw(*args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() == thread:
+                used.add(name)
+            return function(*args, **kwargs)
+
+        return draw
+
+    with contextlib.ExitStack() as stack:
+        for module, generator in ((random, random._inst), (numpy.random, numpy.random.mtrand._rand)):  # type: ignore[attr-defined]
+            for name, function in list(vars(module).items()):
+                if getattr(function, "__self__", None) is generator and "state" not in name:
+                    stack.enter_context(mock.patch.object(module, name, watched(module.__name__, function)))
+        yield
+    if alone and random.getstate() != before:
+        used.add("random")
+    if alone and any(not numpy.array_equal(a, b) for a, b in zip(numpy.random.get_state(), of_numpy, strict=True)):
+        used.add("numpy.random")
     if used:
         raise ExportError(
-            f"forward() of {model} or the loss draws numbers from {' and '.join(used)}, which would be the same in "
-            "every step of a graph: draw them with torch (torch.rand), or before the step and pass them as inputs. In "
-            "models for speech it is SpecAugment, which config.apply_spec_augment=False turns off"
+            f"forward() of {model} or the loss draws numbers from {' and '.join(sorted(used, reverse=True))}, which "
+            "would be the same in every step of a graph: draw them with torch (torch.rand), or before the step and "
+            "pass them as inputs. In models for speech it is SpecAugment, which config.apply_spec_augment=False turns off"
         )
 
 

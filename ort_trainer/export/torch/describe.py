@@ -16,6 +16,7 @@ from ..nested import Layout, argument_of, rebuild
 from .borrow import borrowed
 from .explain import gradients_within, source_line_of_error
 from .isolation import can_isolate, run_in_child
+from .outside.recorder import Recorder
 from .step_module import (
     LossFunction,
     label_parameters,
@@ -222,8 +223,14 @@ def _outputs(
     tensors = {name: value.clone() for name, value in batch.items()}
     data = {argument: rebuild(layout, tensors) for argument, layout in layouts.items()}
     given = [data.pop(label) for label in labels]
-    step = nn.ModuleList(part for part in (model, loss_fn) if isinstance(part, nn.Module))
-    with borrowed(step, (), training=True), torch.no_grad(), torch.random.fork_rng():
+    step = nn.Module()
+    step.model, step.loss_fn = model, loss_fn
+    with (
+        borrowed(step, (), training=True),
+        Recorder(step).running(),
+        torch.no_grad(),
+        torch.random.fork_rng(),
+    ):
         try:
             result = model(**data, **({} if loss_fn is not None else parameters))
             loss = None if loss_fn is None else loss_fn(result, *given, **parameters)

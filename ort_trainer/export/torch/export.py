@@ -195,16 +195,16 @@ class _Exporter:
             enlarged -= wrong
 
     def _captured(self, sample: Sequence[torch.Tensor]) -> Capture:
-        """Captures the step; again if it counts, with an object in place of each counter."""
-        recorder = self._module.recorder
+        """Captures the step; once more if it counts, or replaces buffers, which only the first capture shows."""
+        module, recorder = self._module, self._module.recorder
 
         def attempt() -> Capture:
-            return capture(self._module, self._inputs, sample, self._step.autocast_for(self._sample), self._held)
+            return capture(module, self._inputs, sample, self._step.autocast_for(self._sample), self._held)
 
         try:
             captured = attempt()
             counters = recorder.counters() if self._step.carries else set()
-            if not counters:
+            if not counters and not module.assigned.are_new:
                 return captured
             recorder.numbers |= counters
             return attempt()

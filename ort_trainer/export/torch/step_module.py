@@ -15,7 +15,7 @@ from ...core.errors import ExportError, shown
 from ...core.signatures import signature_of
 from ...options import ModelDescription
 from ..nested import Layout, argument_of, rebuild
-from .borrow import assignments_as_updates
+from .borrow import AssignedBuffers
 from .explain import forward_line
 from .outside.numbers import text_of
 from .outside.places import Place
@@ -352,6 +352,7 @@ class StepModule(nn.Module):
     Attributes:
         hooks_of_parameters: Whether autograd runs the hooks of parameters, because it gets their gradients.
         recorder: Takes notes of what a run reads and leaves outside tensors.
+        assigned: The buffers that a run replaces.
         carries: As in :class:`ExportedStep`.
         leaves: Whether the tensors that a run leaves outside are further results.
     """
@@ -367,13 +368,13 @@ class StepModule(nn.Module):
         last = () if step.loss_fn is None else (argument_of(self._names[-1]),)
         self._labels = last if step.labels is None else step.labels
         self._outputs, self._loss_of_first = step.description.outputs, step.loss_of_first
-        self.recorder = Recorder(self, step.numbers)
+        self.recorder, self.assigned = Recorder(self, step.numbers), AssignedBuffers(self)
         self.carries, self.leaves = step.carries, False
 
     def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Runs the model and the loss function."""
         with self.recorder.running():
-            with assignments_as_updates(self):
+            with self.assigned.as_updates():
                 outputs = self.run(*inputs)
             left = self.recorder.leave(strict=self.leaves)
             return (*outputs, *map(self.result, left)) if self.leaves else outputs

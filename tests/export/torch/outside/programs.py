@@ -1,0 +1,277 @@
+"""Random models as source text: each reads or leaves a value in one of many kinds of places outside tensors."""
+
+from __future__ import annotations
+
+import random
+import sys
+import types
+from typing import Any
+
+__all__ = ["KINDS", "LEFT", "READ", "program"]
+
+_HEAD = """
+import argparse, collections, dataclasses, enum, functools, types
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+"""
+
+# Of each kind: code before the model, code in __init__, the expression that forward reads, and the change.
+READ: dict[str, tuple[str, str, str, str]] = {
+    "attribute": ("", "self.v = {a}", "self.v", "model.v = {b}"),
+    "attribute of a submodule": ("", "self.fc.v = {a}", "self.fc.v", "model.fc.v = {b}"),
+    "object": ("class C: pass", "self.c = C(); self.c.v = {a}", "self.c.v", "model.c.v = {b}"),
+    "another object": ("class C: pass", "self.c = C(); self.c.v = {a}", "self.c.v", "model.c = C(); model.c.v = {b}"),
+    "object in an object": (
+        "class C: pass",
+        "self.c = C(); self.c.d = C(); self.c.d.v = {a}",
+        "self.c.d.v",
+        "model.c.d.v = {b}",
+    ),
+    "dataclass": (
+        "@dataclasses.dataclass\nclass C:\n    v: float = {a}",
+        "self.c = C()",
+        "self.c.v",
+        "model.c.v = {b}",
+    ),
+    "slots": (
+        "class C:\n    __slots__ = ('v',)\n    def __init__(self): self.v = {a}",
+        "self.c = C()",
+        "self.c.v",
+        "model.c.v = {b}",
+    ),
+    "namespace": ("", "self.c = types.SimpleNamespace(v={a})", "self.c.v", "model.c.v = {b}"),
+    "arguments": ("ARGS = argparse.Namespace(v={a})", "", "ARGS.v", "ARGS.v = {b}"),
+    "dict": ("", "self.c = {{'v': {a}, 'w': 2}}", "self.c['v']", "model.c['v'] = {b}"),
+    "list": ("", "self.c = [1, {a}]", "self.c[1]", "model.c[1] = {b}"),
+    "list in a dict": ("", "self.c = {{'d': [{a}]}}", "self.c['d'][0]", "model.c['d'][0] = {b}"),
+    "tuple": ("", "self.c = ({a}, 3)", "self.c[0]", "model.c = ({b}, 3)"),
+    "class attribute": ("class C: v = {a}", "self.c = C()", "self.c.v", "C.v = {b}"),
+    "shadowed class attribute": ("class C: v = {a}", "self.c = C()", "self.c.v", "model.c.v = {b}"),
+    "attribute of a class": ("class C: v = {a}", "", "C.v", "C.v = {b}"),
+    "inherited": ("class B: v = {a}\nclass C(B): pass", "", "C.v", "B.v = {b}"),
+    "added": ("", "", "getattr(self, 'late', {a})", "model.late = {b}"),
+    "enum": (
+        "class E(enum.Enum):\n    A = {a}\n    B = {b}",
+        "self.mode = E.A",
+        "self.mode.value",
+        "model.mode = E.B",
+    ),
+    "numpy number": ("", "self.v = np.float32({a})", "float(self.v)", "model.v = np.float32({b})"),
+    "numpy array": ("", "self.v = np.full(1, {a})", "float(self.v[0])", "model.v[0] = {b}"),
+    "memory of numpy": (
+        "",
+        "self.a = np.full(1, {a}, dtype=np.float32); self.v = torch.from_numpy(self.a)",
+        "self.v",
+        "model.a[0] = {b}",
+    ),
+    "plain tensor": ("", "self.v = torch.full((1,), float({a}))", "self.v", "model.v.fill_({b})"),
+    "data of a tensor": ("", "self.v = torch.full((1,), float({a}))", "self.v", "model.v.data.fill_({b})"),
+    "another tensor": ("", "self.v = torch.full((1,), float({a}))", "self.v", "model.v = torch.full((1,), float({b}))"),
+    "tensor in a list": (
+        "",
+        "self.v = [torch.full((1,), float({a}))]",
+        "self.v[0]",
+        "model.v[0] = torch.tensor([{b}])",
+    ),
+    "tensor that comes later": (
+        "",
+        "self.v = None",
+        "({a} if self.v is None else self.v)",
+        "model.v = torch.full((1,), float({b}))",
+    ),
+    "global": ("V = {a}", "", "V", "V = {b}"),
+    "global of a helper": ("V = {a}\ndef helper(): return V", "", "helper()", "V = {b}"),
+    "global in a generator": ("V = {a}", "", "sum(V * t for t in (0.5, 0.5))", "V = {b}"),
+    "global in a lambda": ("V = {a}", "", "(lambda: V)()", "V = {b}"),
+    "global dict": ("V = {{'v': {a}}}", "", "V['v']", "V['v'] = {b}"),
+    "closure": (
+        "def make():\n    v = {a}\n    def get(): return v\n    def put(x):\n        nonlocal v\n        v = x\n"
+        "    return get, put\nget, put = make()",
+        "",
+        "get()",
+        "put({b})",
+    ),
+    "default": ("def helper(c=[{a}]): return c[0]", "", "helper()", "helper.__defaults__[0][0] = {b}"),
+    "keywords of a partial": (
+        "def helper(v): return v",
+        "self.f = functools.partial(helper, v={a})",
+        "self.f()",
+        "model.f = functools.partial(helper, v={b})",
+    ),
+    "function": ("", "self.f = lambda: {a}", "self.f()", "model.f = lambda: {b}"),
+    "property": (
+        "class C:\n    def __init__(self): self._v = {a}\n    @property\n    def v(self): return self._v",
+        "self.c = C()",
+        "self.c.v",
+        "model.c._v = {b}",
+    ),
+    "method": (
+        "class C:\n    def __init__(self): self.w = {a}\n    def v(self): return self.w",
+        "self.c = C()",
+        "self.c.v()",
+        "model.c.w = {b}",
+    ),
+    "replaced forward": (
+        "class One(nn.Module):\n    def forward(self): return {a}",
+        "self.one = One()",
+        "self.one()",
+        "model.one.forward = lambda: {b}",
+    ),
+    "own dict": ("", "self.v = {a}", "vars(self)['v']", "model.v = {b}"),
+}
+
+# Of each kind: code before the model, code in __init__, the statement in forward that leaves something of h, the
+# expression that reads it in the next call, and what is compared in the end.
+LEFT: dict[str, tuple[str, str, str, str, str]] = {
+    "attribute": ("", "self.s = torch.zeros(1)", "self.s = h.detach().mean(0)[:1]", "self.s", "model.s"),
+    "of the first call": (
+        "",
+        "self.s = None",
+        "self.s = h.detach().mean(0)[:1]",
+        "(0.0 if self.s is None else self.s)",
+        "model.s",
+    ),
+    "tuple": (
+        "",
+        "self.s = (torch.zeros(1), torch.zeros(1))",
+        "self.s = (h.detach().mean(0)[:1], h.detach().mean(0)[1:2])",
+        "self.s[0] + self.s[1]",
+        "model.s[1]",
+    ),
+    "list": ("", "self.s = [torch.zeros(1)]", "self.s[0] = h.detach().mean(0)[:1]", "self.s[0]", "model.s[0]"),
+    "dict": ("", "self.s = {{}}", "self.s['h'] = h.detach().mean(0)[:1]", "self.s.get('h', 0.0)", "model.s['h']"),
+    "deque": (
+        "",
+        "self.s = collections.deque([torch.zeros(1)] * 2, maxlen=2)",
+        "self.s.append(h.detach().mean(0)[:1])",
+        "self.s[0]",
+        "model.s[1]",
+    ),
+    "object": (
+        "class C: s = 0.0",
+        "self.c = C()",
+        "self.c.s = h.detach().mean(0)[:1]",
+        "self.c.s",
+        "model.c.s",
+    ),
+    "slots": (
+        "class C:\n    __slots__ = ('s',)\n    def __init__(self): self.s = torch.zeros(1)",
+        "self.c = C()",
+        "self.c.s = h.detach().mean(0)[:1]",
+        "self.c.s",
+        "model.c.s",
+    ),
+    "dataclass": (
+        "@dataclasses.dataclass\nclass C:\n    s: object",
+        "self.c = C(torch.zeros(1))",
+        "self.c = C(h.detach().mean(0)[:1])",
+        "self.c.s",
+        "model.c.s",
+    ),
+    "global": ("S = torch.zeros(1)", "", "global S; S = h.detach().mean(0)[:1]", "S", "S"),
+    "global dict": ("S = {{'s': torch.zeros(1)}}", "", "S['s'] = h.detach().mean(0)[:1]", "S['s']", "S['s']"),
+    "closure": (
+        "def make():\n    s = torch.zeros(1)\n    def get(): return s\n    def put(x):\n        nonlocal s\n        s = x\n"
+        "    return get, put\nget, put = make()",
+        "",
+        "put(h.detach().mean(0)[:1])",
+        "get()",
+        "get()",
+    ),
+    "buffer": (
+        "",
+        "self.register_buffer('s', torch.zeros(1))",
+        "self.s = h.detach().mean(0)[:1]",
+        "self.s",
+        "model.s",
+    ),
+    "counter": ("", "self.n = 0", "self.n += 1", "0.0", "torch.tensor(model.n)"),
+    "counter that is used": ("", "self.n = 1", "self.n = self.n + 2", "self.n * 0.1", "torch.tensor(model.n)"),
+    "counter in an object": ("class C: n = 0", "self.c = C()", "self.c.n += 1", "0.0", "torch.tensor(model.c.n)"),
+    "counter in a global": ("N = 0", "", "global N; N += 1", "0.0", "torch.tensor(N)"),
+    "counter that decides": (
+        "",
+        "self.n = 0",
+        "self.n += 1",
+        "(1.0 if self.n > 1 else 0.0)",
+        "torch.tensor(model.n)",
+    ),
+    "decayed number": ("", "self.t = 2.0", "self.t = max(self.t * 0.5, 0.1)", "self.t", "torch.tensor(model.t)"),
+}
+KINDS = [("read", kind) for kind in READ] + [("left", kind) for kind in LEFT]
+
+_USES = (
+    "h * {v}",
+    "h + {v}",
+    "{v} * h.tanh()",
+    "h - {v} * h.detach().mean()",
+    "torch.where(h > 0, h, h * {v})",
+    "(h * 2 if {v} > 1.2 else h) + {v} * 0.0",
+)
+
+_MODEL = """
+{before}
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear({width}, {hidden})
+        self.out = nn.Linear({hidden}, 3)
+        {init}
+    def forward(self, x):
+        {declared}h = self.fc(x)
+        h = {use}
+        h = torch.{activation}(h)
+        {leave}
+        return self.out(h)
+model = Net()
+def change():
+    {globals}
+    {change}
+def state():
+    return {state}
+"""
+
+
+def program(how: str, kind: str, seed: int) -> Any:
+    """Returns a Python module with ``model``, ``change()`` and ``state()``; calls with the same seed are equal.
+
+    Args:
+        how: ``read`` or ``left``.
+        kind: A key of :data:`READ` or :data:`LEFT`.
+        seed: Decides about sizes, numbers and how the value is used.
+    """
+    draw = random.Random(f"{how} {kind} {seed}")
+    a, b = draw.choice([(1.0, 3.0), (0.5, 2.0), (1, 2), (2.0, 0.25)])
+    values = {"width": draw.choice([4, 6]), "hidden": draw.choice([5, 8]), "activation": draw.choice(["relu", "sin"])}
+    if how == "read":
+        before, init, expression, change = READ[kind]
+        leave, state = "pass", "torch.zeros(1)"
+    else:
+        before, init, leave, expression, state = LEFT[kind]
+        change = "pass"
+    declared = ""
+    if leave.startswith("global"):
+        declared, leave = leave.split(";")[0] + "\n        ", leave.split(";")[1].strip()
+    tensors = "tensor" in kind or "memory" in kind or (how == "left" and "count" not in kind and "number" not in kind)
+    uses = _USES[:-2] if tensors else _USES
+    fill = {"a": a, "b": b}
+    source = _HEAD + _MODEL.format(
+        before=before.format(**fill),
+        init=init.format(**fill) or "pass",
+        use=draw.choice(uses).format(v=f"({expression.format(**fill)})"),
+        leave=leave,
+        declared=declared,
+        change=change.format(**fill),
+        globals="global V" if change.startswith("V =") else "pass",
+        state=state,
+        **values,
+    )
+    name = f"program_{abs(hash((how, kind, seed)))}_{len(sys.modules)}"
+    module = types.ModuleType(name)
+    sys.modules[name] = module
+    exec(compile(source, f"<{how} {kind} {seed}>", "exec"), vars(module))
+    module.source = source  # type: ignore[attr-defined]
+    module.width = values["width"]  # type: ignore[attr-defined]
+    return module
