@@ -286,7 +286,7 @@ def _without_drawing_outside_torch(model: str) -> Iterator[None]:
         raise ExportError(
             f"forward() of {model} or the loss draws numbers from {' and '.join(sorted(used, reverse=True))}, which "
             "would be the same in every step of a graph: draw them with torch (torch.rand), or before the step and "
-            "pass them as inputs. In models for speech it is SpecAugment, which config.apply_spec_augment=False turns off"
+            "pass them as inputs. In models for speech it is SpecAugment: config.apply_spec_augment=False turns it off"
         )
 
 

@@ -21,7 +21,8 @@ from ..borrow import BORROWED
 from ..outside.notes import Notes
 from ..outside.places import Place
 from ..step_module import canonical_names
-from .reads import Reads, Root, listed
+from .condition import Condition
+from .reads import GONE, Reads, Root, listed
 from .shared_tensors import SharedTensors
 
 __all__ = ["Guard", "ModelChangedError", "ModelWatch"]
@@ -29,6 +30,7 @@ __all__ = ["Guard", "ModelChangedError", "ModelWatch"]
 _log = logging.getLogger(__name__)
 _parameter_state = attrgetter("requires_grad", "dtype", "shape")
 _buffer_state = attrgetter("dtype", "shape")
+_requires_grad = attrgetter("requires_grad")
 _mode = itemgetter("training")
 
 
@@ -153,10 +155,10 @@ class ModelWatch:
         self.last_change = ""
         self._parameters = dict(model.named_parameters())
         self._parts = self._parts_of_now()
-        self._of_buffers = list(model.buffers())
         self._states = list(map(_parameter_state, self._parameters.values()))
         self._settings = self._settings_of_now()
         self._number(self._settings)
+        self._compile()
 
     def variant(self, training: bool) -> int:
         """Returns the number of the model's current variant.
@@ -168,24 +170,51 @@ class ModelWatch:
             RuntimeError: If modules or parameters have changed since the trainer was made.
         """
         self.last_change = ""
+        try:
+            same = self._holds() and list(map(_mode, self._dicts)) == self._settings[0]
+        except GONE:
+            same = False
+        if not same or list(map(_requires_grad, self._parameters.values())) != self._required:
+            self._look()
+        return self._current[training]
+
+    def _look(self) -> None:
+        """Compares everything; numbers the variant if something has changed."""
         parts = self._parts_of_now()
         if len(parts) != len(self._parts) or not all(map(is_, parts, self._parts)):
             self._refuse_other_modules()
             # The same parameters as other objects, for example after load_state_dict(assign=True).
             now = dict(self._model.named_parameters())
             self._parts, self._parameters = parts, {name: now[name] for name in self._parameters}
-            self._of_buffers = list(self._model.buffers())
         states = list(map(_parameter_state, self._parameters.values()))
         settings = self._settings_of_now()
         if states != self._states:
             self._refuse_other_parameters()
-        elif settings == self._settings:
-            return self._current[training]
-        with uninterrupted():  # keeps the stored settings and their number consistent
-            self._number(settings)
-            self._log_changes(states)
-            self._settings, self._states = settings, states
-        return self._current[training]
+        if states != self._states or settings != self._settings:
+            with uninterrupted():  # keeps the stored settings and their number consistent
+                self._number(settings)
+                self._log_changes(states)
+                self._settings, self._states = settings, states
+        self._compile()
+
+    def _compile(self) -> None:
+        """Compiles the question whether modules, parameters, buffers and hooks are what they are now.
+
+        Modes and ``requires_grad`` are not in it, because some loops change them all the time.
+        """
+        condition = Condition()
+        self._required = list(map(_requires_grad, self._parameters.values()))
+        for values in self._dicts:
+            for kind in ("_modules", "_parameters", "_buffers"):
+                condition.has_entries(values[kind])
+            for kind in ("_forward_hooks", "_forward_pre_hooks"):
+                hooks, name = values[kind], condition.name(values[kind])
+                condition.add(f"list({name}) == {list(hooks)}" if hooks else f"not {name}")
+        for tensor in (*self._parameters.values(), *self._model.buffers()):
+            name = condition.name(tensor)
+            condition.add(f"{name}.dtype is {condition.name(tensor.dtype)}")
+            condition.add(f"{name}.shape == {condition.name(tensor.shape)}")
+        self._holds = condition.function()
 
     def depends_on_modes(self, modules: Collection[nn.Module]) -> None:
         """Records which modules' modes the graph of the current variant depends on; the others' don't matter."""
@@ -230,7 +259,7 @@ class ModelWatch:
             for values in self._dicts
             if values["_forward_hooks"] or values["_forward_pre_hooks"]
         ]
-        return list(map(_mode, self._dicts)), list(map(_buffer_state, self._of_buffers)), hooks
+        return list(map(_mode, self._dicts)), list(map(_buffer_state, self._model.buffers())), hooks
 
     def _number(self, values: tuple[list[bool], list[Any], list[tuple[Any, ...]]]) -> None:
         """Assigns a number to the current variant."""

@@ -23,13 +23,14 @@ from ..outside.notes import Notes
 from ..outside.numbers import Expression, evaluate
 from ..outside.places import MISSING, Place, Step, attributes_of, described, read
 from ..outside.values import CONTAINERS, frozen, is_plain, parts_of
+from .condition import Condition
 
-__all__ = ["Reads", "Root", "listed"]
+__all__ = ["GONE", "Reads", "Root", "listed"]
 
 _log = logging.getLogger(__name__)
 _MOST_NAMED = 5
-# What can go wrong when a place is read that no longer exists.
-_GONE = (AttributeError, IndexError, KeyError, TypeError, ValueError)
+GONE = (AttributeError, IndexError, KeyError, TypeError, ValueError)
+"""What can go wrong when a place is read that no longer exists."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,7 @@ class Reads:
         """
         try:
             same = self._unchanged()
-        except _GONE:
+        except GONE:
             same = False
         if not same or any(self._value(index) != self._values[index] for index in self._volatile):
             self._look()
@@ -163,7 +164,7 @@ class Reads:
             if isinstance(what, list):
                 return frozen(evaluate(what, self._root))
             return frozen(read(self._root, what))
-        except (*_GONE, ArithmeticError):
+        except (*GONE, ArithmeticError):
             return MISSING
 
     def _find(self, structure: Hashable) -> _Variant:
@@ -206,11 +207,11 @@ class Reads:
             _log.info("the model has changed: %s", "; ".join(self.changes[:_MOST_NAMED]))
 
     def _compile(self) -> None:
-        terms = _Terms()
+        condition = Condition(frozen=frozen, read=read, has_same_parts=_has_same_parts)
         for index, place in enumerate(self._watched):
             if isinstance(place, tuple) and index not in self._volatile:
-                terms.add(read(self._root, place[:-1]), place[-1])
-        self._unchanged = terms.function()
+                _add_place(condition, read(self._root, place[:-1]), place[-1])
+        self._unchanged = condition.function()
 
 
 def _always() -> bool:
@@ -224,68 +225,47 @@ def _is_leaf(value: Any) -> bool:
     return isinstance(value, torch.Tensor) or is_plain(value)
 
 
-class _Terms:
-    """The terms of a condition as Python code, and the objects that it names."""
-
-    def __init__(self) -> None:
-        self._code: dict[str, None] = {}
-        self._objects: dict[str, Any] = {"frozen": frozen, "read": read, "same_parts": _has_same_parts, "M": MISSING}
-        self._names: dict[int, str] = {}
-
-    def add(self, owner: Any, step: Step) -> None:
-        """Adds that a place holds the object that it holds now."""
-        kind, key = step
-        if owner is MISSING:
+def _add_place(condition: Condition, owner: Any, step: Step) -> None:
+    """Adds that a place holds the object that it holds now."""
+    kind, key = step
+    if owner is MISSING:
+        return
+    value, name = read(owner, (step,)), condition.name
+    if kind in ("attribute", "global"):
+        values = owner.__globals__ if kind == "global" else attributes_of(owner)
+        if value is MISSING:
+            condition.add(f"{key!r} not in {name(values)}")
             return
-        value = read(owner, (step,))
-        if kind in ("attribute", "global"):
-            values = owner.__globals__ if kind == "global" else attributes_of(owner)
-            if value is MISSING:
-                self._code[f"{key!r} not in {self._name(values)}"] = None
-                return
-            where = f"{self._name(values)}[{key!r}]"
-        elif kind == "class":
-            base = next((base for base in type(owner).__mro__ if key in vars(base)), type(owner))
-            where = f"{self._name(vars(base))}[{key!r}]"
-        elif kind == "cell" and value is not MISSING:
-            where = f"{self._name(owner.__closure__[key])}.cell_contents"
-        elif kind == "item":
-            where = f"{self._name(owner)}[{key}]"
-        elif kind == "get" and getattr(owner, str(key), MISSING) is value:
-            where = f"getattr({self._name(owner)}, {key!r}, M)"
-        elif kind == "get":  # made anew at each access
-            self._code[f"frozen(getattr({self._name(owner)}, {key!r}, M)) == {self._name(frozen(value))}"] = None
-            return
-        else:
-            where = f"read({self._name(owner)}, {self._name((step,))})"
-        self._code[f"{where} is {self._name(value)}"] = None
-        self._add_contents(value)
+        where = f"{name(values)}[{key!r}]"
+    elif kind == "class":
+        base = next((base for base in type(owner).__mro__ if key in vars(base)), type(owner))
+        where = f"{name(vars(base))}[{key!r}]"
+    elif kind == "cell" and value is not MISSING:
+        where = f"{name(owner.__closure__[key])}.cell_contents"
+    elif kind == "item":
+        where = f"{name(owner)}[{key}]"
+    elif kind == "get" and getattr(owner, str(key), MISSING) is value:
+        where = f"getattr({name(owner)}, {key!r}, MISSING)"
+    elif kind == "get":  # made anew at each access
+        condition.add(f"frozen(getattr({name(owner)}, {key!r}, MISSING)) == {name(frozen(value))}")
+        return
+    else:
+        where = f"read({name(owner)}, {name((step,))})"
+    condition.add(f"{where} is {name(value)}")
+    _add_contents(condition, value)
 
-    def _add_contents(self, value: Any) -> None:
-        """Adds that an object was not changed in place, as far as graphs depend on it."""
-        if isinstance(value, torch.Tensor):
-            if value.layout is torch.strided:
-                self._code[f"{self._name(value)}.shape == {self._name(value.shape)}"] = None
-        elif isinstance(value, (dict, list, set, deque)):
-            self._code[f"same_parts({self._name(value)}, {self._name(value.copy())})"] = None
-        elif isinstance(value, numpy.ndarray):
-            self._code[f"frozen({self._name(value)}) == {self._name(frozen(value))}"] = None
-        for _, part in parts_of(value):
-            self._add_contents(part)
 
-    def _name(self, value: Any) -> str:
-        name = self._names.get(id(value))
-        if name is None:
-            name = self._names[id(value)] = f"o{len(self._names)}"
-            self._objects[name] = value
-        return name
-
-    def function(self) -> Callable[[], bool]:
-        """Returns the condition as a function."""
-        code = f"def unchanged():\n    return {' and '.join(self._code) or 'True'}"
-        exec(compile(code, "<guard>", "exec"), self._objects)  # the only way to a condition without a loop
-        function: Callable[[], bool] = self._objects["unchanged"]
-        return function
+def _add_contents(condition: Condition, value: Any) -> None:
+    """Adds that an object was not changed in place, as far as graphs depend on it."""
+    if isinstance(value, torch.Tensor):
+        if value.layout is torch.strided:
+            condition.add(f"{condition.name(value)}.shape == {condition.name(value.shape)}")
+    elif isinstance(value, (dict, list, set, deque)):
+        condition.add(f"has_same_parts({condition.name(value)}, {condition.name(value.copy())})")
+    elif isinstance(value, numpy.ndarray):
+        condition.add(f"frozen({condition.name(value)}) == {condition.name(frozen(value))}")
+    for _, part in parts_of(value):
+        _add_contents(condition, part)
 
 
 def _has_same_parts(value: Any, copy: Any) -> bool:

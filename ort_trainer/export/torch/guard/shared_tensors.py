@@ -12,6 +12,7 @@ from torch import nn
 from ....engine.ownership import own_copies, owned_dtype, shared_groups
 from ...model_source import Memory, Named
 from ..borrow import BORROWED
+from .condition import Condition
 
 __all__ = ["SharedTensors"]
 
@@ -58,6 +59,7 @@ class SharedTensors(Memory):
         self._model, self._watch = model, watch
         self._same: list[_Place] = []
         self._rounded: list[_Place] = []
+        self._compile()
 
     def adopt(self, device: torch.device) -> Named:
         """Moves the module's tensors to the device and makes them contiguous; see the base class."""
@@ -86,7 +88,20 @@ class SharedTensors(Memory):
             ]
             self._same = [place for place in places if place.tensors[place.key].dtype == place.ours.dtype]
             self._rounded = [place for place in places if place.tensors[place.key].dtype != place.ours.dtype]
+            self._compile()
             return ours
+
+    def _compile(self) -> None:
+        """Compiles the question whether all tensors are where they are now."""
+        condition = Condition()
+        for place in self._same:
+            tensor = place.tensors[place.key]
+            name = condition.name(tensor)
+            condition.add(f"{condition.name(place.tensors)}[{place.key!r}] is {name}")
+            condition.add(f"{name}.data_ptr() == {place.address}")
+            condition.add(f"{name}.is_contiguous()")
+            condition.add(f"{name}.shape == {condition.name(tensor.shape)}")
+        self._holds = condition.function()
 
     def take_changes(self) -> Named:
         """Adopts changes from outside; fast if there are none. See the base class.
@@ -96,7 +111,11 @@ class SharedTensors(Memory):
         """
         with BORROWED:
             changed: dict[str, torch.Tensor] = {}
-            for index, place in enumerate(self._same):
+            try:
+                same = self._holds()
+            except KeyError:
+                same = False
+            for index, place in enumerate(() if same else self._same):
                 tensor = place.tensors.get(place.key)
                 if (
                     tensor is None
@@ -111,6 +130,8 @@ class SharedTensors(Memory):
                         ours = place.tensors[place.key].data = ours.contiguous()
                     self._same[index] = dataclasses.replace(place, ours=ours, address=ours.data_ptr())
                     changed[place.name] = ours
+            if not same:
+                self._compile()
             for place in self._rounded:
                 tensor = self._checked(place)
                 if not torch.equal(place.ours.to(tensor.device, tensor.dtype), tensor):

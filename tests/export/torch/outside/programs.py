@@ -173,8 +173,8 @@ LEFT: dict[str, tuple[str, str, str, str, str]] = {
     "global": ("S = torch.zeros(1)", "", "global S; S = h.detach().mean(0)[:1]", "S", "S"),
     "global dict": ("S = {{'s': torch.zeros(1)}}", "", "S['s'] = h.detach().mean(0)[:1]", "S['s']", "S['s']"),
     "closure": (
-        "def make():\n    s = torch.zeros(1)\n    def get(): return s\n    def put(x):\n        nonlocal s\n        s = x\n"
-        "    return get, put\nget, put = make()",
+        "def make():\n    s = torch.zeros(1)\n    def get(): return s\n    def put(x):\n        nonlocal s\n"
+        "        s = x\n    return get, put\nget, put = make()",
         "",
         "put(h.detach().mean(0)[:1])",
         "get()",

@@ -1,0 +1,49 @@
+"""A condition of many small terms, compiled as one Python function: the fastest way to ask whether nothing changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ..outside.places import MISSING
+
+__all__ = ["Condition"]
+
+
+class Condition:
+    """Terms of Python code, and the objects that they name.
+
+    Args:
+        names: Names that the terms may use.
+    """
+
+    def __init__(self, **names: Any) -> None:
+        self._terms: dict[str, None] = {}
+        self._objects: dict[str, Any] = {"MISSING": MISSING, **names}
+        self._names: dict[int, str] = {}
+
+    def name(self, value: Any) -> str:
+        """Returns a name for an object, which lives as long as the condition."""
+        name = self._names.get(id(value))
+        if name is None:
+            name = self._names[id(value)] = f"o{len(self._names)}"
+            self._objects[name] = value
+        return name
+
+    def add(self, term: str) -> None:
+        """Adds a term, which may contain names of objects."""
+        self._terms[term] = None
+
+    def has_entries(self, values: Mapping[str, Any]) -> None:
+        """Adds that a mapping has the entries that it has now, and no others."""
+        mapping = self.name(values)
+        self.add(f"len({mapping}) == {len(values)}")
+        for key, value in values.items():
+            self.add(f"{mapping}[{key!r}] is {self.name(value)}")
+
+    def function(self) -> Callable[[], bool]:
+        """Returns the condition as a function. What it names may be gone, then it raises an error."""
+        code = f"def holds():\n    return {' and '.join(self._terms) or 'True'}"
+        exec(compile(code, "<guard>", "exec"), self._objects)  # a loop over the terms would take several times as long
+        function: Callable[[], bool] = self._objects["holds"]
+        return function
