@@ -9,10 +9,10 @@ What was left is found by comparison: what was met is copied, one level deep, be
 
 from __future__ import annotations
 
-import argparse
 import builtins
 import contextlib
 import functools
+import random
 import sys
 import threading
 import types
@@ -30,7 +30,7 @@ from .leftovers import Code, Leftovers, encode
 from .notes import Notes
 from .numbers import Number, Uses, text_of
 from .places import MISSING, Place, Step, attributes_of, described, of_class, read, refill, write
-from .values import CONTAINERS, frozen, is_plain, parts_of
+from .values import CONTAINERS, frozen, is_plain, is_watched, parts_of
 
 __all__ = ["Recorder"]
 
@@ -39,13 +39,16 @@ __all__ = ["Recorder"]
 _OF_EVERY_MODULE = frozenset(nn.Module().__dict__) | frozenset(
     {"_call_impl", "_wrapped_call_impl", "_compiled_call_impl", "_flat_weights", "_flat_weight_refs"}
 )
-_NOT_USERS = sys.stdlib_module_names | {"torch", "numpy", "sympy", "ort_trainer", "torchgen", "functorch"}
+_LIBRARIES = frozenset({"torch", "numpy", "sympy", "ort_trainer", "torchgen", "functorch"})
+_NOT_USERS = sys.stdlib_module_names | _LIBRARIES
 _TORCH = str(Path(torch.__file__).parent)
 _OURS = str(Path(__file__).parent)
 _TORCH_MODELS = str(Path(torch.nn.__file__).parent)
 # Called without being named.
 _CALLED_ON_CLASSES = frozenset({"__init__", "__call__", "__new__", "__post_init__", "forward"})
-_NAMESPACES = (argparse.Namespace,)
+# Objects that can't be watched, so all that they hold counts as read.
+_NAMESPACES = (types.SimpleNamespace, threading.local)
+_DESCRIPTORS = (property, types.GetSetDescriptorType)
 
 
 class Recorder:
@@ -90,6 +93,9 @@ class Recorder:
         self._numbers: dict[Place, Any] = {}
         self._stood_in: set[Place] = set()
         self._foreign: set[int] = set()
+        self._of_classes: set[tuple[int, str]] = set()
+        self._generators: list[tuple[Place, Any, str]] = []
+        self._iterators: list[Place] = []
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -124,6 +130,17 @@ class Recorder:
         Raises:
             ExportError: If something was left that can't be written down.
         """
+        for place in self._iterators:
+            raise ExportError(
+                f"the run reads the iterator {described(place)!r}, from which a graph can't take a value in each step: "
+                "take it before the step, and pass it as an input"
+            )
+        for place, generator, state in self._generators:
+            if repr(_state_of(generator)) != state:
+                raise ExportError(
+                    f"the run draws numbers from {described(place)!r}, which would be the same in every step of a "
+                    "graph: draw them with torch (torch.rand), or before the step and pass them as inputs"
+                )
         tensors: list[torch.Tensor] = []
         known = self._known()
         writes = []
@@ -254,13 +271,20 @@ class Recorder:
             self._copy(value, place)
             for step, part in parts_of(value):
                 self._meet(part, (*place, step))
+        elif isinstance(value, (random.Random, numpy.random.Generator, numpy.random.RandomState)):
+            self._generators.append((place, value, repr(_state_of(value))))
+        elif isinstance(value, Iterator):
+            self._iterators.append(place)
         elif not isinstance(value, (numpy.ndarray, types.BuiltinFunctionType)):
             self._meet_object(value, place)
 
     def _meet_object(self, value: Any, place: Place) -> None:
         kind = type(value)
-        namespace = isinstance(value, types.SimpleNamespace)
-        if not namespace and not _is_users(kind.__module__) and not isinstance(value, _NAMESPACES):
+        wrapped = getattr(value, "__wrapped__", None)  # what functools.lru_cache makes, for example
+        if isinstance(wrapped, types.FunctionType):
+            self._meet(wrapped, (*place, Step("get", "__wrapped__")))
+        can_be_watched = is_watched(kind) and self._watch_class(kind)
+        if not can_be_watched and kind not in _NAMESPACES:
             return
         try:
             values = attributes_of(value)
@@ -268,15 +292,12 @@ class Recorder:
         except AttributeError:  # it has slots only
             values = {}
         for name in _slots_of(kind):
-            self._slots.append((place, value, name, getattr(value, name, MISSING)))
-        if not namespace:
-            self._watch_class(kind)
-            call = of_class(kind, "__call__")
-            if isinstance(call, types.FunctionType):
-                self._record((*place, Step("class", "__call__")), call)
-            return
-        for name, part in values.items():
+            self._slots.append((place, value, name, _slot(value, name)))
+        for name, part in () if can_be_watched else values.items():
             self._record((*place, Step("attribute", name)), part)
+        call = of_class(kind, "__call__")
+        if isinstance(call, types.FunctionType):
+            self._record((*place, Step("class", "__call__")), call)
 
     def _meet_function(self, function: types.FunctionType, place: Place) -> None:
         for at, cell in enumerate(function.__closure__ or ()):
@@ -287,6 +308,7 @@ class Recorder:
         for name in ("__defaults__", "__kwdefaults__"):
             if getattr(function, name):
                 self._record((*place, Step("get", name)), getattr(function, name))
+        self._record((*place, Step("get", "__code__")), function.__code__)
         values = function.__globals__
         if not _is_users(values.get("__name__")):
             return
@@ -298,22 +320,28 @@ class Recorder:
             self._globals.setdefault((id(values), name), (inner, values, values.get(name, MISSING)))
             if name in values:
                 self._record(inner, values[name])
-                self._meet_names(values[name], inner, names)
+                self._meet_names(values[name], inner, names | _CALLED_ON_CLASSES)
         for at, cell in enumerate(function.__closure__ or ()):
-            self._meet_names(_in_cell(cell), (*place, Step("cell", at)), names)
+            self._meet_names(_in_cell(cell), (*place, Step("cell", at)), names | _CALLED_ON_CLASSES)
 
     def _meet_names(self, value: Any, place: Place, names: frozenset[str]) -> None:
         """Records what code may read of a class or of a Python module: nothing can watch their attributes."""
-        if isinstance(value, types.ModuleType) and _is_users(value.__name__):
+        if isinstance(value, types.ModuleType):
+            of_user = _is_users(value.__name__)
+            if value.__name__.partition(".")[0] in _LIBRARIES:
+                return
             for name in names & vars(value).keys():
-                self._record((*place, Step("attribute", name)), vars(value)[name])
-        elif isinstance(value, type) and id(value) not in self._met:
-            self._met[id(value)] = value, place
+                part = vars(value)[name]
+                if of_user or not callable(part):  # Python's own functions don't change
+                    self._record((*place, Step("attribute", name)), part)
+        elif isinstance(value, type):
             for at, base in enumerate(value.__mro__):
                 if _is_users(base.__module__):
                     of_base = (*place, Step("get", "__mro__"), Step("item", at))
-                    for name in (names | _CALLED_ON_CLASSES) & vars(base).keys():
-                        self._record((*of_base, Step("attribute", name)), vars(base)[name])
+                    for name in names & vars(base).keys():
+                        if (id(base), name) not in self._of_classes:
+                            self._of_classes.add((id(base), name))
+                            self._record((*of_base, Step("attribute", name)), vars(base)[name])
 
     def _record(self, place: Place, value: Any) -> None:
         """Records the value of a place as read."""
@@ -356,7 +384,7 @@ class Recorder:
                 self._record_if_old(values, key, place, entry)
         elif name in values:
             self._record_if_old(values, name, place, values[name])
-        elif isinstance(of_type, types.MemberDescriptorType):
+        elif isinstance(of_type, types.MemberDescriptorType) and not isinstance(owner, nn.Module):
             self._record((*place, Step("get", name)), value)
         elif of_type is not MISSING:
             of_user = any(name in vars(base) for base in type(owner).__mro__ if _is_users(base.__module__))
@@ -364,6 +392,11 @@ class Recorder:
                 self._record_if_old(values, name, place, MISSING)
             if of_user:
                 self._record((*place, Step("class", name)), of_type)
+            elif isinstance(of_type, _DESCRIPTORS):
+                self._record((*place, Step("get", name)), value)
+            code = getattr(of_type, "__code__", None)
+            if of_user and code is not None:
+                self._meet_names(type(owner), (*place, Step("get", "__class__")), _names_of(code))
         elif isinstance(owner, nn.Module) and name in {**owner._modules, **owner._parameters, **owner._buffers}:
             pass  # the model's own parts
         elif value is MISSING:
@@ -377,9 +410,10 @@ class Recorder:
         if copy is None or copy[2].get(name, MISSING) is value:
             self._record((*place, Step("attribute", name)), value)
 
-    def _watch_class(self, kind: type) -> None:
-        if any(base in self._classes for base in kind.__mro__ if base is not nn.Module or kind is nn.Module):
-            return
+    def _watch_class(self, kind: type) -> bool:
+        """Takes notes of what is read of the objects of a class; returns False if that is impossible."""
+        if any(base in self._classes for base in kind.__mro__):
+            return True
         original: Callable[[Any, str], Any] = kind.__getattribute__
         met, seen, mine = self._met, self._seen, self._thread
 
@@ -400,8 +434,9 @@ class Recorder:
         try:
             kind.__getattribute__ = watched  # type: ignore[method-assign, assignment]
         except TypeError:  # of an extension
-            return
+            return False
         self._classes[kind] = own
+        return True
 
     def _changes(self) -> Iterator[_Change]:
         """Yields what the run has changed."""
@@ -411,7 +446,7 @@ class Recorder:
                 if now is not old and key not in _OF_EVERY_MODULE:
                     yield _Change((*place, Step("attribute", key)), now, old, functools.partial(_assign, values, key))
         for place, owner, name, old in self._slots:
-            now = getattr(owner, name, MISSING)
+            now = _slot(owner, name)
             if now is not old:
                 yield _Change((*place, Step("get", name)), now, old, functools.partial(setattr, owner, name))
         for place, container, before in self._contents.values():
@@ -456,6 +491,19 @@ def _in_cell(cell: Any) -> Any:
         return cell.cell_contents
     except ValueError:  # not assigned yet
         return MISSING
+
+
+def _slot(owner: Any, name: str) -> Any:
+    try:
+        return object.__getattribute__(owner, name)
+    except AttributeError:
+        return MISSING
+
+
+def _state_of(generator: Any) -> Any:
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    return generator.get_state() if isinstance(generator, numpy.random.RandomState) else generator.bit_generator.state
 
 
 def _slots_of(kind: type) -> Iterator[str]:

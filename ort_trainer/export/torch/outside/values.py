@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import array
+import contextvars
 import enum
 import functools
 import types
@@ -13,7 +15,7 @@ import numpy
 import torch
 from torch import nn
 
-__all__ = ["CONTAINERS", "frozen", "is_plain", "memory_of", "parts_of"]
+__all__ = ["CONTAINERS", "frozen", "is_plain", "is_watched", "memory_of", "parts_of"]
 
 CONTAINERS = (dict, OrderedDict, defaultdict, list, tuple, deque, set, frozenset)
 _ATOMS = (type(None), bool, int, float, complex, str, bytes, type(...), range, slice)
@@ -22,6 +24,22 @@ _CALLABLES = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, t
 # Of a container with more entries only the number of entries is compared: comparing all takes too long at every step.
 _MOST_ENTRIES = 1000
 _DEEPEST = 8
+_UNWATCHED = frozenset({"abc", "asyncio", "builtins", "collections.abc", "concurrent", "contextlib", "functools", "gc"})
+_UNWATCHED |= {"importlib", "inspect", "io", "logging", "numpy", "ort_trainer", "re", "sympy", "sys", "threading"}
+_UNWATCHED |= {"traceback", "types", "typing", "unittest", "warnings", "weakref", "_thread"}
+_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE
+
+
+def is_watched(kind: type) -> bool:
+    """Returns whether what is read of the objects of a class can be recorded and is worth it.
+
+    Classes of extensions can't be changed, and the state of loggers, locks and the like does not decide what a model
+    computes.
+    """
+    root, *rest = (kind.__module__ or "").split(".")
+    if root in ("torch", "torchgen", "functorch"):
+        return rest[:1] == ["optim"]
+    return root not in _UNWATCHED and bool(kind.__flags__ & _HEAP_TYPE)
 
 
 def is_plain(value: Any) -> bool:
@@ -53,8 +71,12 @@ def frozen(value: Any, depth: int = 0) -> Hashable:
         return kind, frozen(value.func), frozen(value.args, depth + 1), frozen(value.keywords, depth + 1)
     if isinstance(value, (*_CALLABLES, *_OF_TORCH, enum.Enum, type)):
         return kind, _Same(value)
-    # Of other objects, what is read has places of its own; only a module or an opaque object is compared by itself.
-    return (kind, id(value)) if isinstance(value, nn.Module) else (kind,)
+    if isinstance(value, contextvars.ContextVar):
+        return kind, id(value), frozen(value.get(None), depth + 1)
+    if isinstance(value, (bytearray, array.array)):
+        return kind, bytes(value)
+    # What is read of an object has places of its own, if its class can be watched.
+    return (kind,) if is_watched(kind) and not isinstance(value, nn.Module) else (kind, _Same(value))
 
 
 def _frozen_container(value: Any, depth: int) -> Hashable:
