@@ -19,6 +19,8 @@ def linear(value: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None)
         bias: (outputs), or None.
     """
     if _linear is not None and value.numel() and weight.numel():
+        if bias is not None:
+            bias = bias.contiguous()  # oneDNN reads a bias without its strides
         result: torch.Tensor = _linear(value, weight, bias, "none", [], "")
         return result
     return torch.nn.functional.linear(value, weight, bias)  # oneDNN does not support empty products
