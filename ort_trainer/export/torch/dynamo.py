@@ -26,6 +26,7 @@ from .programs.build import ProgramBuilder, add_sizes
 from .programs.rewrites import rewrite
 from .programs.values import base_of, is_tensor, memory_order
 from .symbols import SymbolNames, hint
+from .view_writes import refuse_sums_over_windows
 
 __all__ = ["ort_trainer"]
 
@@ -41,8 +42,14 @@ def ort_trainer(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable
     """
     from torch._dynamo.backends.common import aot_autograd  # takes a second
 
-    compiled: Callable[..., Any] = aot_autograd(fw_compiler=_lowered)(module, inputs)
+    compiled: Callable[..., Any] = aot_autograd(fw_compiler=_lowered_forward, bw_compiler=_lowered)(module, inputs)
     return compiled
+
+
+def _lowered_forward(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Sequence[Any]]:
+    """Lowers the graph of a forward pass; only there is a sum over windows a change in place, and no gradient."""
+    refuse_sums_over_windows(module.graph)
+    return _lowered(module, inputs)
 
 
 def _lowered(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Sequence[Any]]:
