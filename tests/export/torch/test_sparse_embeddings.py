@@ -1,4 +1,4 @@
-"""Embeddings with ``sparse=True``: gradients are dense, and training gives PyTorch's numbers (operators/indexing.py)."""
+"""Embeddings with ``sparse=True``: gradients are dense, training gives PyTorch's numbers (operators/indexing.py)."""
 
 from __future__ import annotations
 
