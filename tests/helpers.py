@@ -68,6 +68,18 @@ def assert_close(ours: torch.Tensor, theirs: torch.Tensor, relative: float, what
     assert difference <= relative * max(theirs.double().norm().item(), 1e-3), f"{what}: {difference}"
 
 
+def assert_same_edges(ours: torch.Tensor, theirs: torch.Tensor, relative: float, what: str) -> None:
+    """Compares two tensors: NaN and infinities at the same places, zeros of the same sign, other numbers nearly."""
+    assert ours.shape == theirs.shape and ours.dtype == theirs.dtype, what
+    assert torch.equal(ours.isnan(), theirs.isnan()), f"{what}: {ours} has not the NaN of {theirs}"
+    infinite = ours.isinf() | theirs.isinf()
+    assert torch.equal(ours[infinite], theirs[infinite]), f"{what}: {ours} has not the infinities of {theirs}"
+    zeros = (ours == 0) & (theirs == 0)
+    assert torch.equal(ours[zeros].signbit(), theirs[zeros].signbit()), f"{what}: {ours} has not the zeros of {theirs}"
+    finite = theirs.isfinite()
+    assert_close(ours[finite], theirs[finite], relative, what)
+
+
 def assert_same_weights(trainer: ORTTrainer, model: nn.Module, relative: float) -> None:
     ours = trainer.state_dict(pytorch_format=True)
     theirs = model.state_dict()

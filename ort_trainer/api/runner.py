@@ -110,6 +110,8 @@ class StepRunner:
         values: list[Input] = []
         for name, dtype, value in zip(self.inputs, self._dtypes, given, strict=True):
             if isinstance(value, (np.ndarray, np.generic)):
+                if isinstance(value, np.ma.MaskedArray):
+                    raise TypeError(f"input {name!r} is a masked array, whose mask would be lost: call filled()")
                 array = np.asarray(value, order="C")
                 if array.dtype != dtype:
                     raise TypeError(_wrong_dtype(name, array.dtype, dtype))

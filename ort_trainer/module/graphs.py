@@ -17,7 +17,7 @@ from ..core.signatures import signature_of
 from ..engine.ort import providers_for, session_options
 from ..engine.programs.runner import ProgramRunner
 from ..engine.runner import GraphRunner, SessionRunner
-from ..engine.torch_memory import TorchMemory
+from ..engine.torch_memory import TorchMemory, readable
 from ..export.nested import Layout, flatten, rebuild
 from ..export.torch import GraphBuilder
 from ..export.torch.borrow import BORROWED, borrowed
@@ -130,6 +130,7 @@ class CallGraphs:
         with_grad = torch.is_grad_enabled()
         autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
         key: list[Any] = [variant, positional, named, with_grad, autocast]
+        leaves = {name: readable(name, value) for name, value in leaves.items()}
         for value in leaves.values():
             key += (value.shape, value.dtype, value.requires_grad)
         try:

@@ -12,6 +12,7 @@ about 0.1 %, and bfloat16 has steps of 0.4 to 0.8 %. (Zamirai et al., "Revisitin
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 
 import numpy as np
@@ -46,8 +47,12 @@ def update_rounded(rule: Rule, batch: ParameterBatch, number: int) -> None:
         for slots, exact in zip(kept, part.slots, strict=True):
             for name, value in slots.items():
                 if value.dtype != exact[name].dtype:
-                    _add(exact[name].view(-1).view(torch.int32), noise)
-                    value.copy_(exact[name])
+                    moment = exact[name]
+                    if bool(moment.amax().isnan()):
+                        # A carry would make 0x7fffffff, the NaN of CUDA's arithmetic, the number -0.
+                        moment[moment.isnan()] = math.nan
+                    _add(moment.view(-1).view(torch.int32), noise)
+                    value.copy_(moment)
     if batch.counts.count(None) < len(batch.counts):
         batch.count_up()
 

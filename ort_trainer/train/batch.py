@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from ..core.errors import shown
+from ..engine.torch_memory import readable
 from ..export.nested import Layout, argument_of, default_layout, flatten
 from ..options import InputDescription, ModelDescription
 
@@ -16,6 +17,7 @@ __all__ = ["Batch", "check_batch", "read_batch", "to_tensor", "unpack"]
 
 
 _NO_TENSOR = "input {!r} must be a torch.Tensor or a numpy array, but a {} was given: {}"
+_MASKED = "input {!r} is a masked array, whose mask would be lost: call filled(), and pass the mask as another input"
 
 
 class Batch(dict[str, torch.Tensor]):
@@ -108,7 +110,7 @@ def read_batch(
         if name in given:
             value = given[name]
             plain = type(value) is torch.Tensor and value.layout is torch.strided
-            batch[name] = value.detach().contiguous() if plain else to_tensor(name, value)
+            batch[name] = readable(name, value.detach().contiguous()) if plain else to_tensor(name, value)
     if arguments != names:
         for name in batch:
             argument = argument_of(name)
@@ -152,8 +154,10 @@ def to_tensor(name: str, value: Any) -> torch.Tensor:
     """Returns an input as a contiguous, detached tensor.
 
     Raises:
-        TypeError: If it is neither a dense tensor nor a numpy array.
+        TypeError: If it is neither a dense tensor nor a numpy array, or has no memory of its own.
     """
+    if isinstance(value, np.ma.MaskedArray):
+        raise TypeError(_MASKED.format(name))
     if isinstance(value, (np.ndarray, np.generic)):
         # PyTorch supports neither negative strides nor foreign byte orders, and must not write to a read-only array.
         array = np.ascontiguousarray(value, dtype=np.asarray(value).dtype.newbyteorder("="))
@@ -162,7 +166,7 @@ def to_tensor(name: str, value: Any) -> torch.Tensor:
         raise TypeError(_NO_TENSOR.format(name, type(value).__name__, shown(value)))
     if value.layout != torch.strided:
         raise TypeError(f"input {name!r} must be a dense tensor, but its layout is {value.layout}: call to_dense()")
-    return value.detach().contiguous()
+    return readable(name, value.detach().contiguous())
 
 
 def check_batch(

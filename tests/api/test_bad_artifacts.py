@@ -230,6 +230,7 @@ X, TARGET = batches(1)[0]
         ((X, TARGET), {"x": X}, TypeError, r"inputs \['x'\] were given both by position and by name"),
         ((), {"x": X}, TypeError, r"inputs \['target'\] are missing"),
         ((X, TARGET.tolist()), {}, TypeError, "input 'target' must be a numpy array or an OrtValue"),
+        ((np.ma.masked_array(X, False), TARGET), {}, TypeError, r"is a masked array.*filled\(\)"),
         ((X.astype(np.float64), TARGET), {}, TypeError, r"'x' has dtype float64, but .* takes float32: use .astype"),
         ((X[0], TARGET), {}, ValueError, r"input 'x' has 1 dimensions, shape \[3\], but the model takes 2"),
         ((X[:, :2], TARGET), {}, ValueError, r"input 'x' has size 2 in dimension 1, but the model takes 3"),

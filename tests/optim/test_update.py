@@ -13,6 +13,8 @@ from ort_trainer.optim import AdamConfig, LambConfig, LionConfig, SGDConfig
 from ort_trainer.optim.parts import global_norm
 from ort_trainer.optim.update import OptimizerUpdate
 
+from ..helpers import assert_same_edges
+
 SHAPES = {"a": (5, 7), "b": (3,), "c": (), "d": (1, 1)}
 
 
@@ -251,3 +253,36 @@ def test_double_precision() -> None:
         optimizer.step()
         update.step({"a": gradient}, [0.1])
     torch.testing.assert_close(weights["a"], reference.detach(), rtol=1e-12, atol=0)
+
+
+EDGES = torch.tensor([math.nan, math.inf, -math.inf, -0.0, 0.0, 1.0, -1.0, 1e30, 1e-30])
+RULES: dict[str, Any] = {
+    "sgd": (SGDConfig(), torch.optim.SGD, {}),
+    "sgd, decay": (SGDConfig(weight_decay=0.1), torch.optim.SGD, {"weight_decay": 0.1}),
+    "momentum": (SGDConfig(momentum=0.9, nesterov=True), torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),
+    "adam": (AdamConfig(), torch.optim.Adam, {"betas": (0.9, 0.999), "eps": 1e-8}),
+    "adamw": (
+        AdamConfig(lambda_coef=0.1, weight_decay_mode=AdamConfig.DecayMode.BEFORE_WEIGHT_UPDATE),
+        torch.optim.AdamW,
+        {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1},
+    ),
+}
+
+
+@pytest.mark.parametrize("clip", [None, 1.0])
+@pytest.mark.parametrize("name", RULES)
+def test_edge_values_are_used_as_in_pytorch(name: str, clip: float | None) -> None:
+    """Every pair of a gradient and a weight, and then updates with finite gradients."""
+    config, kind, settings = RULES[name]
+    pairs = torch.cartesian_prod(EDGES, EDGES[EDGES != 0])
+    weights = {"w": pairs[:, 1].clone()}
+    parameter = torch.nn.Parameter(weights["w"].clone())
+    optimizer = kind([parameter], lr=0.1, fused=True, **settings)
+    update = OptimizerUpdate(config, weights, {"w": 0}, clip=clip is not None, max_norm=clip)
+    for gradient in (pairs[:, 0], torch.full((len(pairs),), 0.5), torch.full((len(pairs),), -0.5)):
+        parameter.grad = gradient.clone()
+        if clip is not None:
+            torch.nn.utils.clip_grad_norm_([parameter], clip)
+        optimizer.step()
+        update.step({"w": gradient.clone()}, [0.1])
+        assert_same_edges(weights["w"], parameter.detach(), 1e-5, "weights")

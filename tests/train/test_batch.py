@@ -74,14 +74,15 @@ def test_inputs_that_may_be_left_out() -> None:
         ((X[:3], Y, Z), {}, ValueError, "Mismatch in dynamic shape batch: it is 3 in input 'x' and 4 in input 'y'"),
         ((X[:0], Y[:0], Z), {}, ValueError, "input 'x' is empty"),
         ((X.double(), Y, Z), {}, TypeError, r"dtype torch.float64, but training began with torch.float32: use"),
-        (
-            (X.to("meta"), Y, Z),
-            {},
-            ValueError,
-            r"input 'x' is on meta, but training runs on cpu: move it with .to\('cpu'\)",
-        ),
+        ((X.to("meta"), Y, Z), {}, TypeError, "input 'x' must be an ordinary tensor.*on the device 'meta'"),
+        ((np.ma.masked_array(X.numpy(), False), Y, Z), {}, TypeError, r"input 'x' is a masked array.*filled\(\)"),
     ],
 )
 def test_errors(args: tuple, kwargs: dict, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         bind_batch(DESC, args, kwargs, CPU, {"x": torch.float32})
+
+
+def test_another_device() -> None:
+    with pytest.raises(ValueError, match=r"input 'x' is on cpu, but training runs on meta: move it with .to\('meta'\)"):
+        bind_batch(DESC, (X, Y, Z), {}, torch.device("meta"))

@@ -10,20 +10,20 @@ __all__ = ["grouped_mm", "grouped_mm_fake", "linear"]
 _linear = torch.ops.mkldnn._linear_pointwise.default if torch._C._has_mkldnn else None
 
 
-def linear(value: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str) -> torch.Tensor:
-    """Returns an activation of value @ weight.T + bias, computed by oneDNN's kernel.
+def linear(value: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """Returns value @ weight.T + bias, computed by oneDNN's kernel.
 
     Args:
         value: (..., inputs), fp32.
         weight: (outputs, inputs).
         bias: (outputs), or None.
-        activation: ``none`` or ``relu``.
     """
     if _linear is not None and value.numel() and weight.numel():
-        result: torch.Tensor = _linear(value, weight, bias, activation, [], "")
+        if bias is not None:
+            bias = bias.contiguous()  # oneDNN reads a bias without its strides
+        result: torch.Tensor = _linear(value, weight, bias, "none", [], "")
         return result
-    result = torch.nn.functional.linear(value, weight, bias)  # oneDNN does not support empty products
-    return result.relu_() if activation == "relu" else result
+    return torch.nn.functional.linear(value, weight, bias)  # oneDNN does not support empty products
 
 
 def grouped_mm(first: torch.Tensor, second: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:

@@ -8,6 +8,7 @@ import torch
 
 __all__ = ["cross_entropy_backward", "ctc_losses", "linear_cross_entropy"]
 
+_nll_loss = torch.ops.aten.nll_loss_forward.default
 _nll_loss_backward = torch.ops.aten.nll_loss_backward.default
 _log_softmax: Callable[..., torch.Tensor] = torch.ops.aten._log_softmax.out
 _log_softmax_backward: Callable[..., torch.Tensor] = torch.ops.aten._log_softmax_backward_data.out
@@ -53,7 +54,9 @@ def linear_cross_entropy(
     """Returns the cross entropy of hidden @ weight.T + bias, and its gradients, without the whole matrix of logits.
 
     Rows with the ignored label are left out, and the others are computed by blocks, forward and backward together.
-    Logits are fp32 after the product, as autocast casts them.
+    Logits are fp32 after the product, as autocast casts them. If something is not finite, it may be what is left out,
+    such as a NaN of an ignored row, which makes all gradients NaN in PyTorch: then all rows are computed with PyTorch's
+    own kernels.
 
     Args:
         hidden: (rows, inputs).
@@ -71,28 +74,80 @@ def linear_cross_entropy(
     Raises:
         IndexError: If a target is no class.
     """
-    rows, classes = len(target), len(weight)
-    of_hidden, of_weight, of_bias = wanted
     kept = (target != ignore_index).nonzero()[:, 0]
-    everything = len(kept) == rows
     if len(kept):
         lowest, highest = target[kept].aminmax()
-        if lowest < 0 or highest >= classes:
+        if lowest < 0 or highest >= len(weight):
             raise IndexError(f"Target {int(lowest if lowest < 0 else highest)} is out of bounds.")
-    factors = (gradient.float() / len(kept) if reduction == 1 else gradient.float()).expand(rows)
+    gradient = gradient.float()
+    factors = (gradient / len(kept) if reduction == 1 else gradient).expand(len(target))
+    plain = bool(gradient.isfinite().all())
+    given = hidden, weight, bias, target, factors, ignore_index, wanted
+    results = _by_blocks(kept, *given, plain) if plain else ()
+    if not plain or (len(kept) < len(target) and not _all_finite(hidden, weight, bias, results[1], kept)):
+        results = _by_blocks(torch.arange(len(target)), *given, False)
+    losses, *gradients = results
+    loss = losses if reduction == 0 else losses.sum() / len(kept) if reduction == 1 else losses.sum()
+    return [loss, *gradients]
+
+
+def _all_finite(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    d_hidden: torch.Tensor,
+    kept: torch.Tensor,
+) -> bool:
+    """Returns whether hidden values and weights are finite, so that the rows that are left out have zeros as gradients.
+
+    Sums tell: one pass over the hidden values, and none over the weights if a row of a product with them tells.
+    """
+    seen = [d_hidden[kept[0]]] if len(kept) and len(d_hidden) else [weight] if bias is None else [weight, bias]
+    return all(bool(tensor.sum().isfinite()) for tensor in (hidden, *seen))
+
+
+def _by_blocks(
+    computed: torch.Tensor,
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    target: torch.Tensor,
+    factors: torch.Tensor,
+    ignore_index: int,
+    wanted: Sequence[bool],
+    plain: bool,
+) -> tuple[torch.Tensor, ...]:
+    """Returns the losses of rows and the three gradients.
+
+    Args:
+        computed: The rows to compute, (number).
+        hidden, weight, bias, target: As given.
+        factors: The gradient of each row's loss.
+        ignore_index: As given.
+        wanted: As given.
+        plain: Whether all factors are finite and no computed row is ignored, so that factors can be applied after the
+            products, which is faster.
+    """
+    (rows,), classes = target.shape, len(weight)
+    of_hidden, of_weight, of_bias = wanted
+    everything = len(computed) == rows
     losses = torch.zeros(rows)
     d_hidden = torch.zeros(hidden.shape if of_hidden else 0, dtype=hidden.dtype)
     d_weight = torch.zeros(weight.shape if of_weight else 0)
     d_bias = torch.zeros(classes if of_bias else 0)
-    for block in torch.split(kept, max(_FEWEST_ROWS, _BLOCK_BYTES // (4 * classes))):
+    for block in torch.split(computed, max(_FEWEST_ROWS, _BLOCK_BYTES // (4 * classes))):
         here = slice(int(block[0]), int(block[-1]) + 1) if everything else block
-        x, labels, factor = hidden[here], target[here][:, None], factors[here][:, None]
+        x, labels, factor = hidden[here], target[here], factors[here][:, None]
         logits = torch.mm(x, weight.t()) if bias is None else torch.addmm(bias, x, weight.t())
         logits = logits.float()
         _log_softmax(logits, 1, False, out=logits)
-        losses[here] = logits.gather(1, labels)[:, 0].neg_()
-        # From here on these are the gradients of the logits, but for the factors of their rows.
-        logits.exp_().scatter_add_(1, labels, torch.full((len(labels), 1), -1.0))
+        losses[here], total = _nll_loss(logits, labels, None, 0, ignore_index)
+        # From here on these are the gradients of the logits; if plain, without the factors of their rows.
+        if plain:
+            logits.exp_().scatter_add_(1, labels[:, None], torch.full((len(labels), 1), -1.0))
+        else:
+            logits = cross_entropy_backward(factor[:, 0], logits, labels, 0, ignore_index, total)
+            factor = torch.ones_like(factor)
         if of_bias:
             d_bias += torch.mv(logits.t(), factor[:, 0])
         d_logits = logits.to(x.dtype)
@@ -102,8 +157,7 @@ def linear_cross_entropy(
             d_weight.addmm_(d_logits.t(), x * factor)
         elif of_weight:
             d_weight += torch.mm(d_logits.t(), (x * factor).to(x.dtype))
-    loss = losses if reduction == 0 else losses.sum() / len(kept) if reduction == 1 else losses.sum()
-    return [loss, d_hidden, d_weight.to(weight.dtype), d_bias.to(weight.dtype)]
+    return losses, d_hidden, d_weight.to(weight.dtype), d_bias.to(weight.dtype)
 
 
 def ctc_losses(

@@ -54,9 +54,9 @@ _define(
     lambda mask, factor, dtype, backward: torch.empty_like(mask, dtype=dtype),
 )
 _define(
-    "linear(Tensor value, Tensor weight, Tensor? bias, str activation) -> Tensor",
+    "linear(Tensor value, Tensor weight, Tensor? bias) -> Tensor",
     linear.linear,
-    lambda value, weight, bias, activation: value.new_empty((*value.shape[:-1], weight.shape[0])),
+    lambda value, weight, bias: value.new_empty((*value.shape[:-1], weight.shape[0])),
 )
 _define(
     "grouped_mm(Tensor first, Tensor second, Tensor ends) -> Tensor",

@@ -42,8 +42,8 @@ class Maths(Protocol):
     def relu(self, value: Any) -> Any:
         """Returns max(x, 0)."""
 
-    def sign(self, value: Any) -> Any:
-        """Returns -1, 0 or 1."""
+    def relu_backward(self, gradient: Any, result: Any) -> Any:
+        """Returns the gradient where the result of a ReLU is above 0 or NaN, and 0 elsewhere."""
 
 
 Step = Callable[[Maths, Sequence[Any], Sequence[Any], Sequence[Any]], tuple[list[Any], list[Any]]]
@@ -125,8 +125,8 @@ def _rnn_backward(activation: str) -> Step:
         m: Maths, states: Sequence[Any], given: Sequence[Any], weights: Sequence[Any]
     ) -> tuple[list[Any], list[Any]]:
         (d_h,), (d_output, h) = states, given
-        slope = m.one - h * h if activation == "tanh" else m.sign(h)
-        d_before = (d_h + d_output) * slope
+        d_h = d_h + d_output
+        d_before = d_h * (m.one - h * h) if activation == "tanh" else m.relu_backward(d_h, h)
         return [m.addmm(None, d_before, weights[0])], [d_before]
 
     return step
@@ -169,7 +169,7 @@ class _Tensors:
 
     one = 1.0
     sigmoid, tanh = staticmethod(torch.sigmoid), staticmethod(torch.tanh)
-    relu, sign = staticmethod(torch.relu), staticmethod(torch.sign)
+    relu = staticmethod(torch.relu)
 
     @staticmethod
     def addmm(
@@ -177,6 +177,11 @@ class _Tensors:
     ) -> torch.Tensor:
         right = right.t() if transposed else right
         return torch.mm(left, right) if bias is None else torch.addmm(bias, left, right)
+
+    @staticmethod
+    def relu_backward(gradient: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = torch.ops.aten.threshold_backward.default(gradient, result, 0)
+        return found
 
     @staticmethod
     def chunk(value: torch.Tensor, count: int) -> Sequence[torch.Tensor]:

@@ -33,6 +33,7 @@ from .step_module import StepModule
 from .symbols import users_lines_of_conditions
 from .torch_versions import CHECKPOINT_GENERATOR
 from .value_checks import value_checks_passed
+from .view_writes import bases_of, refuse_inexact_writes, written
 
 __all__ = ["CHECKPOINT", "Capture", "capture", "capturing", "exportable_functions"]
 
@@ -133,6 +134,9 @@ def capture(
     ):
         exported = _export(module, tuple(sample), dims)
     _refuse_changed_constants(exported)
+    for part in exported.graph_module.modules():
+        if isinstance(part, torch.fx.GraphModule):
+            refuse_inexact_writes(part.graph)
     # The program's own fake inputs keep the symbolic sizes; the user's module might look at sizes.
     placeholders = {node.name: node for node in exported.graph.nodes if node.op == "placeholder"}
     fakes = tuple(placeholders[str(name)].meta["val"] for name in exported.graph_signature.user_inputs)
@@ -304,13 +308,9 @@ def _refuse_changed_constants(program: torch.export.ExportedProgram) -> None:
     kept = program.graph_signature.inputs_to_lifted_tensor_constants
     parts = [part for part in program.graph_module.modules() if isinstance(part, torch.fx.GraphModule)]
     for node in (node for part in parts for node in part.graph.nodes):
-        if not isinstance(node.target, torch._ops.OpOverload) or not node.target._schema.is_mutable:
-            continue
-        for argument, value in zip(node.target._schema.arguments, node.args, strict=False):
-            base = value
-            while isinstance(base, torch.fx.Node) and isinstance(base.target, torch._ops.OpOverload):
-                base = base.args[0] if base.target.is_view else None
-            if argument.is_write and isinstance(base, torch.fx.Node) and base.name in kept:
+        for value in written(node):
+            *_, base = bases_of(value)
+            if base.name in kept:
                 name = str(kept[base.name])
                 name = name.removeprefix("model.")
                 what = "a tensor from outside" if "lifted_tensor" in name else f"the attribute {name!r}"

@@ -11,6 +11,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -22,10 +23,12 @@ from ...engine.torch_memory import TorchMemory, shaped
 from ...step import SIZES, Step, TensorSpec, dtype_name
 from .differentiate import lift_attributes
 from .divide import needed_for, part_of
+from .operators.indexing import dense_embedding, dense_embedding_bag
 from .programs.build import ProgramBuilder, add_sizes
 from .programs.rewrites import rewrite
 from .programs.values import base_of, is_tensor, memory_order
 from .symbols import SymbolNames, hint
+from .view_writes import refuse_sums_over_windows
 
 __all__ = ["ort_trainer"]
 
@@ -41,8 +44,16 @@ def ort_trainer(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable
     """
     from torch._dynamo.backends.common import aot_autograd  # takes a second
 
-    compiled: Callable[..., Any] = aot_autograd(fw_compiler=_lowered)(module, inputs)
+    compiled: Callable[..., Any]
+    with mock.patch.multiple(torch, embedding=dense_embedding, embedding_bag=dense_embedding_bag):
+        compiled = aot_autograd(fw_compiler=_lowered_forward, bw_compiler=_lowered)(module, inputs)
     return compiled
+
+
+def _lowered_forward(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Sequence[Any]]:
+    """Lowers the graph of a forward pass; only there is a sum over windows a change in place, and no gradient."""
+    refuse_sums_over_windows(module.graph)
+    return _lowered(module, inputs)
 
 
 def _lowered(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Sequence[Any]]:

@@ -208,6 +208,35 @@ def test_edges_of_other_types(dtype: torch.dtype) -> None:
         torch.testing.assert_close(a, b, rtol=1e-2 if dtype != torch.float64 else 1e-7, atol=0, equal_nan=True)
 
 
+ACTIVATIONS = [
+    *(
+        F.relu,
+        F.leaky_relu,
+        F.relu6,
+        F.elu,
+        F.selu,
+        F.celu,
+        F.gelu,
+        F.silu,
+        F.mish,
+        F.softplus,
+        F.logsigmoid,
+        F.softsign,
+    ),
+    *(F.hardtanh, F.hardswish, F.hardsigmoid, F.hardshrink, F.softshrink, F.tanhshrink, torch.sigmoid, torch.tanh),
+    *(torch.exp, torch.expm1, torch.log, torch.log1p, torch.square, torch.reciprocal, torch.nan_to_num, torch.floor),
+]
+
+
+@pytest.mark.options(kernels="onnxruntime")
+def test_results_of_activations_at_the_edges() -> None:
+    """On ONNX Runtime's kernels, some gradients at NaN differ; docs/limits.md lists them."""
+    comparison = Comparison([Call(function, [EDGES]) for function in ACTIVATIONS])
+    for number, ours in enumerate(comparison.ours()):
+        what = difference(ours, comparison.theirs(number), values_only=True)
+        assert what is None, f"{ACTIVATIONS[number].__name__}: {what}"
+
+
 class Failing(torch.nn.Module):
     """Needs the error function in double precision, which ONNX Runtime's CPU provider lacks."""
 

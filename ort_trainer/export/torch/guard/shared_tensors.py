@@ -69,7 +69,10 @@ class SharedTensors(Memory):
             apart = {
                 name
                 for name, tensor in named.items()
-                if tensor.device != device or not tensor.is_contiguous() or tensor.dtype != owned_dtype(tensor.dtype)
+                if tensor.device != device
+                or not tensor.is_contiguous()
+                or tensor.is_neg()
+                or tensor.dtype != owned_dtype(tensor.dtype)
             }
             # Tensors that share memory move together.
             apart.update(*(group for group in shared_groups(named, parameters) if apart & set(group)))

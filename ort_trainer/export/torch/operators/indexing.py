@@ -10,9 +10,39 @@ import torch
 from torch._decomp import decompositions
 
 from .elementwise import with_zero_gradient
-from .registry import Size, composite, decomposition
+from .registry import Size, composite, decomposition, replacement
 
 aten = torch.ops.aten
+
+
+_embedding, _bag = torch.embedding, torch.embedding_bag
+
+
+@replacement(torch, "embedding")
+def dense_embedding(
+    weight: torch.Tensor,
+    indices: torch.Tensor,
+    padding_idx: int = -1,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> torch.Tensor:
+    """Looks up rows; the gradient is dense also with ``sparse``: graphs have no sparse tensors."""
+    return _embedding(weight, indices, padding_idx, scale_grad_by_freq, False)
+
+
+@replacement(torch, "embedding_bag")
+def dense_embedding_bag(
+    weight: torch.Tensor,
+    indices: torch.Tensor,
+    offsets: torch.Tensor,
+    scale_grad_by_freq: bool = False,
+    mode: int = 0,
+    sparse: bool = False,
+    *rest: Any,
+) -> tuple[torch.Tensor, ...]:
+    """Reduces bags of rows; the gradient is dense as above."""
+    found: tuple[torch.Tensor, ...] = _bag(weight, indices, offsets, scale_grad_by_freq, mode, False, *rest)
+    return found
 
 
 @composite(aten.embedding_bag.default, aten.embedding_bag.padding_idx)

@@ -165,11 +165,14 @@ def _ctc_loss(
 
 def _keep_gradient(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
     ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(output[1])
+    ctx.save_for_backward(output[1], inputs[2])
 
 
 def _ctc_backward(ctx: Any, gradient: torch.Tensor, _: torch.Tensor) -> tuple[Any, ...]:
-    return gradient[:, None] * ctx.saved_tensors[0], None, None, None, None, None
+    found, frames = ctx.saved_tensors
+    # As in PyTorch, zero behind the last frame even if the gradient of the loss is infinite.
+    within = torch.arange(found.shape[0], device=found.device)[:, None] < frames
+    return torch.where(within[..., None], gradient[:, None] * found, 0.0), None, None, None, None, None
 
 
 torch.library.register_autograd("ort_trainer::ctc_losses", _ctc_backward, setup_context=_keep_gradient)

@@ -370,5 +370,11 @@ class _Values:
     def relu(self, value: _Symbol) -> _Symbol:
         return self.node("Relu", value)
 
-    def sign(self, value: _Symbol) -> _Symbol:
-        return self.node("Sign", value)
+    def relu_backward(self, gradient: _Symbol, result: _Symbol) -> _Symbol:
+        zero = self.node("Sub", self.one, self.one)
+        closed = self.node("LessOrEqual", result, zero)
+        closed.value.type = ir.TensorType(ir.DataType.BOOL)
+        passed = self.node("Where", closed, zero, gradient)
+        # ONNX Runtime needs the shape of a body's output, and infers none for a Where of three shapes.
+        passed.value.type, passed.value.shape = gradient.value.type, result.value.shape
+        return passed

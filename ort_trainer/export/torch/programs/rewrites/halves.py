@@ -51,9 +51,9 @@ def widen_products(graph: torch.fx.Graph) -> None:
         mm(x, t(weight))    =>    half(mm(float(x), t(float(weight))))
 
     On such processors, PyTorch's kernels for halves also add up in fp32, but element by element: 10 to 60 times slower.
-    Operands are rounded as before, so the same values overflow. The intermediate values of attention and recurrent
-    layers are not rounded, nor is a float16 result that is cast to fp32 after the product, such as a weight's gradient.
-    A bfloat16 result is: its rounding is felt in the loss, which would not be PyTorch's.
+    Operands and results are rounded as before, so the same values overflow: a weight's gradient above 65504 is infinite
+    in float16, and the loss scaler must see that. The intermediate values of attention and recurrent layers are not
+    rounded.
     """
     dtypes = slow_halves()
     if dtypes:
@@ -90,9 +90,6 @@ class _Widener:
         """Replaces a result, or a part of one, with the rounded wide result."""
         dtype = node.meta["val"].dtype
         if dtype in self._dtypes:
-            if dtype == torch.float16:
-                for user in list(filter(_only_widens, node.users)):
-                    user.replace_all_uses_with(wide)
             wide = self._cast(wide, dtype, node)
         node.replace_all_uses_with(wide)
         if node.target is operator.getitem:
@@ -128,11 +125,3 @@ class _Widener:
         if isinstance(value, (tuple, list)):
             return type(value)(map(self._wide_fake, value))
         return value.float() if isinstance(value, torch.Tensor) and value.dtype in self._dtypes else value
-
-
-def _only_widens(node: Node) -> bool:
-    """Returns whether an operator only casts to fp32."""
-    if node.target is not aten._to_copy.default or node.kwargs.get("dtype") != torch.float32:
-        return False
-    known = {"dtype": torch.float32, "layout": torch.strided, "device": node.meta["val"].device}
-    return node.kwargs.items() <= known.items()
