@@ -13,7 +13,7 @@ import torch
 from ..step import Step, TensorSpec
 from .ort import make_session, providers_for, session_options
 from .programs.runner import ProgramRunner
-from .runner import Check, GraphRunner, Plan, SessionRunner
+from .runner import Check, GraphRunner, Plan, SessionRunner, check_branches
 from .torch_memory import TorchMemory
 
 if TYPE_CHECKING:
@@ -164,7 +164,12 @@ class Executor:
         return [runner.step for runner in self._runners_for(training)]
 
     def plan(
-        self, training: bool, batch: Mapping[str, torch.Tensor], names: Sequence[str], backward: bool = True
+        self,
+        training: bool,
+        batch: Mapping[str, torch.Tensor],
+        names: Sequence[str],
+        backward: bool = True,
+        refused: Collection[Step] = (),
     ) -> Plan | None:
         """Returns a plan of :meth:`train`, :meth:`forward` or :meth:`evaluate` for batches of these shapes.
 
@@ -173,9 +178,10 @@ class Executor:
             batch: Inputs by name. Without gradients, inputs that the outputs do not need may be left out.
             names: Outputs to return.
             backward: Whether a run in training mode computes gradients.
+            refused: Graphs whose branches the batch does not take.
 
         Returns:
-            The plan of the first graph that accepts the shapes; None if there is no such graph.
+            The plan of the first graph that accepts the shapes, or of the last one that did; None if there is no such graph.
 
         Raises:
             TypeError: If an input that the outputs need is missing.
@@ -183,8 +189,8 @@ class Executor:
         shapes = list(map(_shape, batch.values()))
         key = (training, backward, self.variants[training], *names, None, *batch, *shapes)
         plan = self._plans.get(key)
-        if plan is None:
-            runner = self._find(training, dict(zip(batch, shapes, strict=True)))
+        if plan is None or any(plan.runner.whole is step for step in refused):
+            runner = self._find(training, dict(zip(batch, shapes, strict=True)), refused)
             if runner is None:
                 return None
             if len(batch) < len(runner.step.inputs) or (training and not backward):
@@ -209,6 +215,9 @@ class Executor:
 
         Returns:
             The outputs that the plan fetches, as new tensors.
+
+        Raises:
+            ValueBranchError: If the batch takes another branch than the graph.
         """
         step = plan.runner.step
         fresh = self._gradients.begin()
@@ -245,7 +254,8 @@ class Executor:
         plan = runner.plan({name: tuple(value.shape) for name, value in batch.items()}, [step.loss])
         state = self.generator.get_state()
         try:
-            _, found = runner.run(plan, batch, loss_scale=self._scale(step, 1.0), generator=self.generator)
+            results, found = runner.run(plan, batch, loss_scale=self._scale(step, 1.0), generator=self.generator)
+            check_branches(step, results)
         finally:
             self.generator.set_state(state)
         return found[step.loss], {name: found[output] for name, output in step.gradients.items()}
@@ -274,6 +284,7 @@ class Executor:
         if len(batch) > len(runner.step.inputs):
             batch = {spec.name: batch[spec.name] for spec in runner.step.inputs}
         results, _ = runner.run(plan, batch)
+        check_branches(runner.step, results)
         return list(results.values())
 
     def _runners_for(self, training: bool) -> list[GraphRunner]:
@@ -301,6 +312,7 @@ class Executor:
             loss_scale=self._scale(step, loss_scale),
             generator=self.generator,
         )
+        check_branches(step, results)
         if check is not None:
             check(results, step.loss)
         for name, output in step.buffer_updates.items():
@@ -318,14 +330,18 @@ class Executor:
             known = self._scales[spec] = value, torch.full(shape, value, dtype=dtype, device=self._device)
         return known[1]
 
-    def _find(self, training: bool, shapes: Mapping[str, tuple[int, ...]]) -> GraphRunner | None:
-        return next((runner for runner in self._runners_for(training) if runner.step.takes(shapes)), None)
+    def _find(
+        self, training: bool, shapes: Mapping[str, tuple[int, ...]], refused: Collection[Step]
+    ) -> GraphRunner | None:
+        left = [runner for runner in self._runners_for(training) if all(runner.step is not step for step in refused)]
+        return next((runner for runner in left if runner.step.takes(shapes)), None)
 
     def _without(self, runner: GraphRunner, given: set[str], names: Sequence[str]) -> GraphRunner:
         """Returns a runner for the part of a graph that computes some outputs from some inputs."""
         key = (id(runner), tuple(names))
         if key not in self._pruned:
             self._pruned[key] = self._make_runner(runner.step.pruned(names))
+            self._pruned[key].whole = runner.step
         missing = [spec.name for spec in self._pruned[key].step.inputs if spec.name not in given]
         if missing:
             raise TypeError(f"inputs {missing} are missing: outputs {list(names)} need them")

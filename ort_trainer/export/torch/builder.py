@@ -20,7 +20,9 @@ from ...core.errors import IdleOptionError
 from ...engine.ort import preload
 from ...step import Step
 from ..cache import Export, export_cache
+from .answers import answers_of
 from .borrow import BORROWED, borrowed
+from .branches import ValuesAsked
 from .isolation import can_differentiate, can_isolate, run_in_child
 from .step_module import ExportedStep, StepModule
 from .torch_versions import is_tested
@@ -105,7 +107,12 @@ class GraphBuilder:
     def _exported(self, batch: Mapping[str, torch.Tensor], training: bool) -> Export:
         try:
             with BORROWED, torch.enable_grad():  # the caller may be under no_grad
-                return self._build(batch, training)
+                try:
+                    return self._build(batch, training)
+                except ValuesAsked:
+                    # In this process, so that an error of the model's own is the user's as it is.
+                    step = dataclasses.replace(self.step, answers=answers_of(self.step, batch, training))
+                    return dataclasses.replace(self, step=step)._build(batch, training)
         except IdleOptionError as error:
             if self.tolerates is None or not self.tolerates(f"this option has no effect: {error}"):
                 raise

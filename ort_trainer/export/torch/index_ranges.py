@@ -62,7 +62,8 @@ def find_index_ranges(captured: Capture, description: ModelDescription) -> tuple
         for node in exported.graph.find_nodes(op="placeholder")
         if node.name in names and _is_index(node)
     }
-    results = list(zip(signature.user_outputs, outputs, strict=True))
+    described = len(signature.user_outputs) - len(captured.assumptions)
+    results = list(zip(signature.user_outputs[:described], outputs, strict=True))
     changed: set[str] = set()
     found = list(_ranges(exported.graph, operands, symbols, lambda node: _dependent(node, results), changed))
     return tuple(dict.fromkeys(entry for entry in found if entry.input not in changed))

@@ -16,6 +16,7 @@ from ...core.signatures import signature_of
 from ...options import ModelDescription
 from ..nested import Layout, argument_of, rebuild
 from .borrow import LeftAttributes, assignments_as_updates
+from .branches import Answers, Branches
 from .explain import forward_line
 
 __all__ = [
@@ -81,6 +82,7 @@ class ExportedStep:
         loss_of_first: Whether the loss function takes the first of the outputs that the model returns.
         unfetched: Outputs that runs of a training step probably don't fetch.
         padding_mask: The input that says which places of a batch are padded, to leave them out; empty to compute all.
+        answers: What a run of the step in PyTorch has read of values; None if there was none.
     """
 
     model: nn.Module
@@ -100,6 +102,7 @@ class ExportedStep:
     loss_of_first: bool = False
     unfetched: frozenset[str] = frozenset()
     padding_mask: str = ""
+    answers: Answers | None = None
 
     def autocast_for(self, sample: Sequence[torch.Tensor]) -> torch.autocast:
         """Returns PyTorch's autocast context for a sample's device, disabled without mixed precision."""
@@ -337,12 +340,15 @@ def _tensors(value: Any, model: nn.Module) -> Iterator[torch.Tensor]:
 class StepModule(nn.Module):
     """The step as a function: batch tensors in, described outputs out; only the loss requires grad.
 
+    While it is captured, the conditions on values that it meets come after the described outputs.
+
     Because the loss is the only differentiable output, the joint graph has one extra input, its tangent, which takes
     the loss scale.
 
     Attributes:
         hooks_of_parameters: Whether autograd runs the hooks of parameters, because it gets their gradients.
         left: Attributes in which the last run left tensors.
+        branches: Answers these conditions.
     """
 
     hooks_of_parameters = False
@@ -357,11 +363,13 @@ class StepModule(nn.Module):
         self._labels = last if step.labels is None else step.labels
         self._outputs, self._loss_of_first = step.description.outputs, step.loss_of_first
         self.left = LeftAttributes()
+        self.branches = Branches(step.answers)
 
     def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Runs the model and the loss function."""
-        with assignments_as_updates(self.model, self.left):
-            return self.run(*inputs)
+        with assignments_as_updates(self.model, self.left), self.branches.forward_pass(inputs) as conditions:
+            outputs = self.run(*inputs)
+            return (*outputs, *conditions)
 
     def run(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Runs model and loss function, without handling assignments to attributes."""
