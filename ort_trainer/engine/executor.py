@@ -181,7 +181,7 @@ class Executor:
             refused: Graphs whose branches the batch does not take.
 
         Returns:
-            The plan of the first graph that accepts the shapes, or of the last one that did; None if there is no such graph.
+            The plan of the first graph that accepts the shapes, or of the one that ran last; None if there is none.
 
         Raises:
             TypeError: If an input that the outputs need is missing.

@@ -16,7 +16,18 @@ from .ort import make_session
 if TYPE_CHECKING:
     from .ort import InferenceSession, OrtValue, RunOptions, SessionOptions
 
-__all__ = ["Binding", "Check", "GraphRunner", "Kind", "Memory", "Output", "Plan", "SessionRunner", "check_branches", "evaluated"]
+__all__ = [
+    "Binding",
+    "Check",
+    "GraphRunner",
+    "Kind",
+    "Memory",
+    "Output",
+    "Plan",
+    "SessionRunner",
+    "check_branches",
+    "evaluated",
+]
 
 Check = Callable[[Mapping[str, Any], str], None]
 """Receives the fetched outputs of a run by name, and the name of the loss; raises to discard the run."""

@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
 from ..core.dims import holds, symbols_of
-from ..core.errors import shown
+from ..core.errors import shown, warn
 from ..core.indices import IndexRange
 from ..core.protobuf import content, fields, text
 from ..core.protobuf import field as protobuf_field
@@ -128,8 +128,8 @@ class Step:
         guards: Conditions on the sizes under which the graph is valid; see :func:`ort_trainer.core.dims.holds`.
         fixed: Name of a dimension -> its only valid size, for sizes that the model's code fixes.
         index_ranges: What operators allow in the integer inputs that they index with; empty disables the check.
-        assumptions: Graph output, a bool -> its value in a valid run, and the line of the model whose condition it is. In
-            other runs the model takes another branch, so all results are invalid.
+        assumptions: Graph output, a bool -> its value in a valid run, and the line of the model's condition. In other
+            runs the model takes another branch, so all results are invalid.
         loss_scale: Graph input by which the loss is multiplied before the backward pass; None if there is none.
         programs: Key -> program of PyTorch's operators; the graph's nodes refer to programs by key.
         origins: The modules that the nodes come from, as text of :class:`~ort_trainer.step.origins.Origins`; empty if
@@ -251,6 +251,18 @@ class Step:
         for guard in self.guards:
             if symbols_of(guard) <= sizes.keys() and not holds(guard, sizes):
                 yield f"the model relies on {guard}, which is false"
+
+    def unchecked(self) -> Step:
+        """Returns the step without its assumptions, for runtimes that don't check them; warns if there are any."""
+        if not self.assumptions:
+            return self
+        from .prune import prune
+
+        lines = "; ".join(dict.fromkeys(f"{line} (here {value})" for value, line in self.assumptions.values()))
+        warn(f"what is written has one branch for all values, and does not check that it is a batch's own: {lines}")
+        outputs = [spec.name for spec in self.outputs] + [*self.gradients.values(), *self.buffer_updates.values()]
+        model = prune(self.model, outputs, [value.name or "" for value in self.model.graph.inputs])
+        return replace(self, stored=model, assumptions={})
 
     def pruned(self, names: Sequence[str]) -> Step:
         """Returns the part of the graph that computes the given outputs and the buffers, with the inputs it needs.

@@ -767,7 +767,7 @@ class TrainingLoop:
         if own is not None:
             return own
         step = self._start(self.graphs.blank_batch(), False, self.graphs.output_names).runner.step
-        step = step if list(names) == [spec.name for spec in step.outputs] else step.pruned(names)
+        step = (step if list(names) == [spec.name for spec in step.outputs] else step.pruned(names)).unchecked()
         return with_weights(step, executor.parameters, executor.buffers, self.source.trainable)
 
     def begin_profile(self, steps: int, trace: str | os.PathLike[str] | None) -> Profile:

@@ -367,8 +367,8 @@ class StepGraphs:
                 f"{sizes} would be one more. Pad the inputs to fewer different sizes"
                 if fixed
                 else "modes and settings of the model (a dropout's p, a float attribute), inputs that are not tensors "
-                f"(numbers, bools) or branches on values have changed so often that it has been exported {len(graphs)} times "
-                "already. Pass values that change often as tensor inputs or in trainer.loss_parameters"
+                f"(numbers, bools) or branches on values have changed so often that it has been exported {len(graphs)} "
+                "times already. Pass values that change often as tensor inputs or in trainer.loss_parameters"
             )
         if self._sample is not None:
             # An export needs all inputs, also those that the requested outputs do not depend on. Their sizes follow

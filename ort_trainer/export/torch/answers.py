@@ -33,7 +33,7 @@ def answers_of(step: ExportedStep, batch: Mapping[str, torch.Tensor], training: 
 
     def read(method: Callable[[torch.Tensor], Any], tensor: torch.Tensor, frame: FrameType) -> Number:
         value: Number = method(tensor)
-        found.setdefault((frame.f_code, frame.f_lasti), []).append(value)
+        found.setdefault((frame.f_code, frame.f_lineno), []).append(value)
         return value
 
     with (
@@ -41,7 +41,7 @@ def answers_of(step: ExportedStep, batch: Mapping[str, torch.Tensor], training: 
         torch.random.fork_rng(),
         torch.no_grad(),
         step.autocast_for(sample),
-        reads_watched(read),
+        reads_watched(read, torch.Tensor),
     ):
         module(*sample)
     return found

@@ -99,7 +99,7 @@ def assemble(
         state=state_names,
         gradients=gradient_names,
         buffer_updates=update_names,
-        assumptions=dict(zip(conditions, map(tuple, found.assumptions), strict=True)),
+        assumptions=dict(zip(conditions, found.assumptions, strict=True)),
         loss_scale=loss_scale,
         random=tuple(random.values()),
         guards=tuple(guards),

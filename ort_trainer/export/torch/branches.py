@@ -17,10 +17,12 @@ from unittest import mock
 
 import torch
 
+from .explain import LIBRARIES, shown_place
+
 __all__ = ["Answers", "Assumption", "Branches", "Number", "Place", "ValuesAsked", "reads_watched"]
 
 Place = tuple[CodeType, int]
-"""An instruction of a function: where a value is read."""
+"""A line of a function: where values are read. (An instruction has another offset when Python has specialized it.)"""
 Number = bool | int | float
 Answers = Mapping[Place, list[Number]]
 """The values that were read at each place, in order."""
@@ -61,8 +63,8 @@ class Branches:
         self._running = self._left = False
         self._counts: dict[Place, int] = {}
         self._conditions: list[torch.Tensor] = []
-        # Symbol of a number that was taken from a tensor -> the tensor, and the number in PyTorch's run.
-        self._numbers: dict[Any, tuple[torch.Tensor, Number]] = {}
+        # Symbol of a number that was taken from a tensor -> the tensor, and the number in PyTorch's run, if known.
+        self._numbers: dict[Any, tuple[torch.Tensor, Number | None]] = {}
         self._sizes: dict[Any, torch.SymInt] = {}
         self.assumptions: list[Assumption] = []
 
@@ -71,7 +73,7 @@ class Branches:
         """A context for a forward pass; yields a list that collects its conditions."""
         for collected in (self._counts, self._conditions, self._numbers, self._sizes, self.assumptions):
             collected.clear()
-        sizes = [size for value in inputs for size in value.shape if isinstance(size, torch.SymInt)]
+        sizes: list[Any] = [size for value in inputs for size in value.shape if isinstance(size, torch.SymInt)]
         self._sizes.update((size.node.expr, size) for size in sizes)
         self._running = True
         try:
@@ -86,18 +88,34 @@ class Branches:
         Raises:
             ValuesAsked: If there are no answers.
         """
+        from torch._subclasses.functional_tensor import FunctionalTensor
+
         size_is_true: Any = torch.SymBool.__bool__
 
         def bool_of_size(value: torch.SymBool) -> bool:
             return self._truth_of_size(size_is_true, value, sys._getframe(1))
 
         def bool_of_float(value: torch.SymFloat) -> bool:
-            return self._truth_of_size(size_is_true, value != 0.0, sys._getframe(1))
+            return self._truth_of_size(size_is_true, value.__ne__(0.0), sys._getframe(1))
 
+        def check_with(error: Any, condition: Any, message: Any = None) -> None:
+            if isinstance(condition, torch.SymBool) and self._depends_on_numbers(condition):
+                condition = self._truth_of_size(size_is_true, condition, sys._getframe(1)) and condition
+            checks[1](error, condition, message)
+
+        def assert_async(tensor: torch.Tensor, *message: str) -> None:
+            if _is_unknown(tensor):
+                self._leave()
+                self._assume(tensor != 0, True, sys._getframe(1))
+            checks[0](tensor, *message)
+
+        checks: Any = torch._assert_async, torch._check_with
         self._left = False
         try:
             with (
-                reads_watched(self._read),
+                mock.patch.object(torch, "_assert_async", assert_async),
+                mock.patch.object(torch, "_check_with", check_with),
+                reads_watched(self._read, torch.Tensor, FunctionalTensor),
                 mock.patch.object(torch.SymBool, "__bool__", bool_of_size),
                 mock.patch.object(torch.SymFloat, "__bool__", bool_of_float),
             ):
@@ -118,7 +136,7 @@ class Branches:
             self._assume(tensor != 0, bool(answer), frame)
             return bool(answer)
         number = method(tensor)
-        if answer is not None and isinstance(number, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        if isinstance(number, (torch.SymInt, torch.SymFloat, torch.SymBool)):
             for symbol in number.node.expr.free_symbols:
                 self._numbers[symbol] = (tensor.detach().clone(), answer)
         return number
@@ -130,22 +148,31 @@ class Branches:
         try:
             return is_true(value)
         except GuardOnDataDependentSymNode:
+            if not self._depends_on_numbers(value):
+                raise  # it is of a size that depends on values
             self._leave()
             condition = value.node.expr
             numbers = {symbol: self._numbers[symbol] for symbol in condition.free_symbols & self._numbers.keys()}
+            if any(number is None for _, number in numbers.values()):
+                raise
             sizes = {symbol: self._sizes[symbol] for symbol in condition.free_symbols & self._sizes.keys()}
-            if not numbers or numbers.keys() | sizes.keys() != condition.free_symbols:
-                raise  # of a size that depends on values
             known = {symbol: size.node.hint for symbol, size in sizes.items()}
             answer = bool(_computed(condition, {**known, **{s: number for s, (_, number) in numbers.items()}}))
             # As item() does, which returns a number of Python.
             tensors = {s: t.double() if t.is_floating_point() else t.long() for s, (t, _) in numbers.items()}
-            self._assume(_computed(condition, {**sizes, **tensors}), answer, frame)
+            # Kernels take sizes only as sizes.
+            counts = {symbol: torch.ones(size, dtype=torch.int64).sum() for symbol, size in sizes.items()}
+            self._assume(_computed(condition, {**counts, **tensors}), answer, frame)
             return answer
+
+    def _depends_on_numbers(self, value: torch.SymBool) -> bool:
+        """Returns whether a condition is of numbers that were taken from tensors, and perhaps sizes of inputs."""
+        symbols = value.node.expr.free_symbols
+        return bool(symbols & self._numbers.keys()) and symbols <= self._numbers.keys() | self._sizes.keys()
 
     def _next(self, frame: FrameType) -> Number | None:
         """Returns what PyTorch's run has read here; None if that is unknown."""
-        place = (frame.f_code, frame.f_lasti)
+        place = (frame.f_code, frame.f_lineno)
         known = (self._answers or {}).get(place, [])
         if not self._running:  # a checkpoint runs again in the backward pass
             return known[0] if len(set(known)) == 1 else None
@@ -162,18 +189,19 @@ class Branches:
     def _assume(self, condition: torch.Tensor, value: bool, frame: FrameType) -> None:
         if not self._running:
             return
-        file, line = frame.f_code.co_filename, frame.f_lineno
-        text = linecache.getline(file, line).strip()
         self._conditions.append(condition.detach().reshape(()))
-        self.assumptions.append(Assumption(value, f'File "{file}", line {line}, in {frame.f_code.co_name}: {text}'))
+        self.assumptions.append(Assumption(value, _line(frame)))
 
 
 @contextlib.contextmanager
-def reads_watched(read: Callable[[Callable[[torch.Tensor], Any], torch.Tensor, FrameType], Any]) -> Iterator[None]:
+def reads_watched(
+    read: Callable[[Callable[[torch.Tensor], Any], torch.Tensor, FrameType], Any], *kinds: type[torch.Tensor]
+) -> Iterator[None]:
     """Calls a function in place of the methods of tensors by which ``if``, ``assert`` and ``item()`` read a value.
 
     Args:
         read: Takes the method, the tensor and the frame that reads it; returns the value.
+        kinds: Classes of tensors that have their own methods.
     """
     inside = False
 
@@ -190,11 +218,23 @@ def reads_watched(read: Callable[[Callable[[torch.Tensor], Any], torch.Tensor, F
 
         return reads
 
-    with (
-        mock.patch.object(torch.Tensor, "__bool__", watched(torch.Tensor.__bool__)),
-        mock.patch.object(torch.Tensor, "item", watched(torch.Tensor.item)),
-    ):
+    with contextlib.ExitStack() as stack:
+        methods = [(kind, name, getattr(kind, name)) for kind in kinds for name in ("__bool__", "item")]
+        for kind, name, method in methods:
+            stack.enter_context(mock.patch.object(kind, name, watched(method)))
         yield
+
+
+def _line(frame: FrameType) -> str:
+    """Returns the line that a frame executes; if it is PyTorch's, the model's line that called it."""
+    torchs, packages = LIBRARIES
+    caller: FrameType | None = frame
+    while caller is not None and caller.f_code.co_filename.startswith(torchs):
+        caller = caller.f_back
+    if caller is not None and not caller.f_code.co_filename.startswith(packages):
+        frame = caller
+    file, line = frame.f_code.co_filename, frame.f_lineno
+    return shown_place((file, str(line), frame.f_code.co_name, linecache.getline(file, line)))
 
 
 def _is_unknown(value: torch.Tensor) -> bool:
@@ -207,7 +247,7 @@ def _is_unknown(value: torch.Tensor) -> bool:
 
 
 def _computed(condition: Any, values: Mapping[Any, Any]) -> Any:
-    """Computes a condition of sympy with Python's operators, from numbers, or from tensors and sizes."""
+    """Computes a condition of sympy with Python's operators, from numbers or from tensors."""
     from torch.utils._sympy.interp import sympy_interp
     from torch.utils._sympy.reference import PythonReferenceAnalysis
 
@@ -215,5 +255,9 @@ def _computed(condition: Any, values: Mapping[Any, Any]) -> Any:
         @staticmethod
         def not_(value: Any) -> Any:
             return torch.logical_not(value) if isinstance(value, torch.Tensor) else not value
+
+        @staticmethod
+        def to_dtype(value: Any, dtype: torch.dtype) -> Any:
+            return value.to(dtype) if isinstance(value, torch.Tensor) else float(value)
 
     return sympy_interp(Operators, dict(values), condition)

@@ -107,12 +107,11 @@ class GraphBuilder:
     def _exported(self, batch: Mapping[str, torch.Tensor], training: bool) -> Export:
         try:
             with BORROWED, torch.enable_grad():  # the caller may be under no_grad
-                try:
+                with contextlib.suppress(ValuesAsked):
                     return self._build(batch, training)
-                except ValuesAsked:
-                    # In this process, so that an error of the model's own is the user's as it is.
-                    step = dataclasses.replace(self.step, answers=answers_of(self.step, batch, training))
-                    return dataclasses.replace(self, step=step)._build(batch, training)
+                # In this process, so that what the model raises for the batch is the user's as it is.
+                step = dataclasses.replace(self.step, answers=answers_of(self.step, batch, training))
+                return dataclasses.replace(self, step=step)._build(batch, training)
         except IdleOptionError as error:
             if self.tolerates is None or not self.tolerates(f"this option has no effect: {error}"):
                 raise
