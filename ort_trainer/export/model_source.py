@@ -35,10 +35,18 @@ Layouts = Sequence[tuple[str, Layout]]
 class Builder(Protocol):
     """Builds graphs of one model, loss and description."""
 
-    def build(self, batch: Named, training: bool, fetched: Sequence[str] | None = None, padded: bool = False) -> Step:
+    def build(
+        self,
+        batch: Named,
+        training: bool,
+        fetched: Sequence[str] | None = None,
+        padded: bool = False,
+        branching: bool = False,
+    ) -> Step:
         """Returns the training or evaluation graph for a sample batch, best for runs that fetch some outputs.
 
-        If ``padded``, it computes padded places, whatever the options say.
+        If ``padded``, it computes padded places, whatever the options say. ``branching`` says that the model is known to
+        have branches on values.
         """
         ...
 

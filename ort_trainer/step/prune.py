@@ -32,7 +32,7 @@ class RemoveUnusedPass(ir.passes.InPlacePass):
 
 
 def prune(model: ir.Model, outputs: Sequence[str], inputs: Collection[str] = ()) -> ir.Model:
-    """Returns a copy of a model with only the given outputs, in this order, and the inputs that they need or are given."""
+    """Returns a copy of a model with only the given outputs, in order, the inputs that they need, and those named."""
     pruned = model.clone()
     values = {value.name: value for value in pruned.graph.outputs}
     pruned.graph.outputs.clear()

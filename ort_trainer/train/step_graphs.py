@@ -214,7 +214,7 @@ class StepGraphs:
         self._guard(executor, batch, training)
         plan = executor.plan(training, batch, names, backward, refused)
         if plan is None:
-            self._add_graph(executor, batch, training, names)
+            self._add_graph(executor, batch, training, names, branching=bool(refused))
             plan = executor.plan(training, batch, names, backward, refused)
             assert plan is not None
         return plan
@@ -355,7 +355,9 @@ class StepGraphs:
         if narrower is not None:
             self._set_description(narrower)
 
-    def _add_graph(self, executor: Executor, batch: Batch, training: bool, names: Sequence[str]) -> None:
+    def _add_graph(
+        self, executor: Executor, batch: Batch, training: bool, names: Sequence[str], branching: bool
+    ) -> None:
         sizes = self.description.sizes({name: tuple(value.shape) for name, value in batch.items()})
         graphs = executor.graphs(training)
         if graphs:
@@ -381,7 +383,7 @@ class StepGraphs:
                     shape = [sizes[size] if isinstance(size, str) else size for size in entry.shape]
                     blank = torch.zeros(shape, dtype=self._sample[entry.name][1])
                     batch = batch.with_tensors({**batch, entry.name: blank})
-        step = self._build(batch, training, names)
+        step = self._build(batch, training, names, branching=branching)
         try:
             executor.add_graph(step)
         except RuntimeError:
@@ -402,9 +404,16 @@ class StepGraphs:
             return f"the model has changed: {self._source.last_change}"
         return f"an input that is a constant has changed: {constants}" if constants else "the loss function has changed"
 
-    def _build(self, batch: Batch, training: bool, names: Sequence[str] | None = None, portable: bool = False) -> Step:
+    def _build(
+        self,
+        batch: Batch,
+        training: bool,
+        names: Sequence[str] | None = None,
+        portable: bool = False,
+        branching: bool = False,
+    ) -> Step:
         try:
-            step = self._builder(batch, portable).build(_without_inference(batch), training, names)
+            step = self._builder(batch, portable).build(_without_inference(batch), training, names, branching=branching)
         except BaseException:
             self._narrow()
             raise

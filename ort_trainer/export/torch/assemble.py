@@ -6,6 +6,7 @@ That includes the module of the user's model that each operator belongs to.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import astuple
 
 import onnx_ir as ir
 import torch
@@ -99,7 +100,7 @@ def assemble(
         state=state_names,
         gradients=gradient_names,
         buffer_updates=update_names,
-        assumptions=dict(zip(conditions, found.assumptions, strict=True)),
+        assumptions=dict(zip(conditions, map(astuple, found.assumptions), strict=True)),
         loss_scale=loss_scale,
         random=tuple(random.values()),
         guards=tuple(guards),

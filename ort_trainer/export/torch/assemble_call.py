@@ -122,7 +122,7 @@ class CallAssembler:
             state={name: self._state[node.name] for node, name in found.state.items()},
             buffer_updates=self._updated,
             input_updates=self._changed,
-            assumptions=dict(zip(self._conditions, found.assumptions, strict=True)),
+            assumptions=dict(zip(self._conditions, map(dataclasses.astuple, found.assumptions), strict=True)),
             saved=tuple(self._spec(node, name) for node, name in results[len(results) - len(saved) :]),
             random=tuple(self._random.values()),
             guards=tuple(guards),

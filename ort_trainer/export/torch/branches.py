@@ -8,11 +8,12 @@ result of the step, so that every run of the graph shows whether its batch takes
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import linecache
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from types import CodeType, FrameType
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import torch
@@ -32,7 +33,8 @@ class ValuesAsked(Exception):
     """A capture has met a condition on values, and has no answers: the model must run once in PyTorch."""
 
 
-class Assumption(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Assumption:
     """A condition whose value a graph assumes.
 
     Attributes:
@@ -96,7 +98,8 @@ class Branches:
             return self._truth_of_size(size_is_true, value, sys._getframe(1))
 
         def bool_of_float(value: torch.SymFloat) -> bool:
-            return self._truth_of_size(size_is_true, value.__ne__(0.0), sys._getframe(1))
+            nonzero: Any = value != 0.0
+            return self._truth_of_size(size_is_true, nonzero, sys._getframe(1))
 
         def check_with(error: Any, condition: Any, message: Any = None) -> None:
             if isinstance(condition, torch.SymBool) and self._depends_on_numbers(condition):

@@ -68,6 +68,7 @@ class GraphBuilder:
         training: bool,
         fetched: Collection[str] | None = None,
         padded: bool = False,
+        branching: bool = False,
     ) -> Step:
         """Exports the step for a batch's dtypes; symbolic dimensions stay free unless the model fixes them.
 
@@ -80,9 +81,11 @@ class GraphBuilder:
             fetched: The outputs that runs probably fetch; None for all. A training graph has all outputs, but may
                 compute others separately.
             padded: Whether a training graph computes padded places, even if the step says which they are.
+            branching: Whether the model is known to have branches on values.
 
         Raises:
             ExportError: If the model can't be exported or its outputs don't match the description.
+            Exception: What the model raises for the batch, if it has branches on values.
         """
         step = self.step
         if padded:  # for a comparison, which needs no compiled loops
@@ -90,7 +93,7 @@ class GraphBuilder:
         if training and fetched is not None and step.kernels != "onnxruntime":
             unfetched = frozenset(step.description.output_names).difference(fetched)
             step = dataclasses.replace(step, unfetched=unfetched)
-        return self._finished(dataclasses.replace(self, step=step)._exported(batch, training))
+        return self._finished(dataclasses.replace(self, step=step)._exported(batch, training, branching))
 
     def build_call(self, inputs: Mapping[str, torch.Tensor]) -> tuple[Step, tuple[Step, ...]]:
         """Exports a call, for inputs' dtypes, as :meth:`build` does.
@@ -104,11 +107,12 @@ class GraphBuilder:
         found = self._exported(inputs, True)
         return found.step, found.backward
 
-    def _exported(self, batch: Mapping[str, torch.Tensor], training: bool) -> Export:
+    def _exported(self, batch: Mapping[str, torch.Tensor], training: bool, branching: bool = False) -> Export:
         try:
             with BORROWED, torch.enable_grad():  # the caller may be under no_grad
-                with contextlib.suppress(ValuesAsked):
-                    return self._build(batch, training)
+                if not branching:
+                    with contextlib.suppress(ValuesAsked):
+                        return self._build(batch, training)
                 # In this process, so that what the model raises for the batch is the user's as it is.
                 step = dataclasses.replace(self.step, answers=answers_of(self.step, batch, training))
                 return dataclasses.replace(self, step=step)._build(batch, training)
@@ -117,7 +121,7 @@ class GraphBuilder:
                 raise
             recompute = dataclasses.replace(self.step.recompute, **_IDLE[error.option])
             step = dataclasses.replace(self.step, recompute=recompute)
-            return dataclasses.replace(self, step=step)._exported(batch, training)
+            return dataclasses.replace(self, step=step)._exported(batch, training, branching)
 
     def _build(self, batch: Mapping[str, torch.Tensor], training: bool) -> Export:
         """Finds the export in the cache, or makes it; says so in the log."""

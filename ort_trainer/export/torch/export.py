@@ -206,8 +206,8 @@ class _Exporter:
         The second key does: it holds a graph that was exported because the first one rejected these sizes.
         """
         self._remarks = [
-            f"the graph assumes that this condition is {value}, and each step checks it: {line}"
-            for value, line in captured.assumptions
+            f"the graph assumes that this condition is {assumption.value}, and each step checks it: {assumption.line}"
+            for assumption in captured.assumptions
         ]
         if self._cache is None:
             return None
