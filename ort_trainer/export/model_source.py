@@ -45,8 +45,8 @@ class Builder(Protocol):
     ) -> Step:
         """Returns the training or evaluation graph for a sample batch, best for runs that fetch some outputs.
 
-        If ``padded``, it computes padded places, whatever the options say. ``branching`` says that the model is known to
-        have branches on values.
+        If ``padded``, it computes padded places, whatever the options say. ``branching`` says that the model has
+        branches on values.
         """
         ...
 
