@@ -12,8 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ort_trainer import ExportError, ORTModule, ORTTrainer, ORTTrainerOptions, optim
-from ort_trainer.core.errors import ValueBranchError
+from ort_trainer import ExportError, ORTModule, ORTTrainer, ORTTrainerOptions, ValueBranchError, optim
 from ort_trainer.export.torch.branches import Branches, ValuesAsked
 
 from ...helpers import MLP, assert_close, assert_same_training, mlp_batches
