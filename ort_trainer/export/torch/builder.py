@@ -133,19 +133,27 @@ class GraphBuilder:
             check_torch(self.step.kernels, cache)
         with contextlib.closing(_Progress(type(self.step.model).__name__)) as progress:
 
-            def made() -> Export:
+            def made(step: ExportedStep) -> Export:
                 from .export import export  # slow, and only the child needs it
 
-                return export(self.step, batch, training, cache, progress.stage)
+                return export(step, batch, training, cache, progress.stage)
 
             def in_child() -> bytes | None:
-                return made().to_bytes() if can_differentiate() else None
+                if not can_differentiate():
+                    return None
+                with contextlib.suppress(ValuesAsked):
+                    return made(self.step).to_bytes()
+                try:
+                    answers = answers_of(self.step, batch, training)
+                except Exception:  # the model raises it in this process's parent, too
+                    raise ValuesAsked from None
+                return made(dataclasses.replace(self.step, answers=answers)).to_bytes()
 
             draw = progress.draw if progress.shown else None
             # A training step on PyTorch's kernels does not need ONNX Runtime.
             meanwhile = None if training and self.step.kernels != "onnxruntime" else preload
             answer = run_in_child(in_child, draw, meanwhile) if can_isolate() else None
-            found = made() if answer is None else Export.from_bytes(answer)
+            found = made(self.step) if answer is None else Export.from_bytes(answer)
         if training and self.depends_on_modes is not None:
             parts = dict(self.step.module().named_modules())
             self.depends_on_modes({parts[name] for name in found.modes_read})

@@ -203,6 +203,19 @@ def test_a_refused_batch_changes_nothing_in_a_window() -> None:
     assert trainer.train_step_info.optimization_step == 1
 
 
+def test_exports_in_child_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ORT_TRAINER_EXPORT_IN_PROCESS", "0")
+    model = Net(asserts)
+    trainer = trainer_of(model)
+    (large, y), (x, _) = batches(1000, 1)
+    with pytest.raises(AssertionError, match="too large"):
+        trainer.train_step(large, y)
+    assert_close(trainer.train_step(x, y), F.mse_loss(Net(asserts)(x), y).detach(), 1e-5, "loss")
+    with pytest.raises(AssertionError, match="too large"):
+        trainer.train_step(large, y)
+    assert model.calls.item() == 1
+
+
 def test_evaluation_and_own_loops_take_each_batchs_branch() -> None:
     model = Net(chooses)
     trainer = trainer_of(model)
