@@ -35,7 +35,7 @@ TESTS = (
     "tests/export/torch/test_isolation.py",
     "tests/export/torch/test_model_checks.py",
     "tests/export/torch/test_recompute.py::test_what_is_computed_twice",
-    "tests/export/torch/test_value_checks.py",
+    "tests/export/torch/test_branches.py",
     "tests/golden",
     "tests/module/test_dynamo.py",
     "tests/module/test_ort_module.py",

@@ -197,7 +197,7 @@ class Cased(nn.Module):
 
     def forward(self, x: torch.Tensor) -> Any:
         y = self.fc(x)
-        if self.case == "control flow" and y.sum() > 0:  # the branch
+        if self.case == "control flow" and float(y.sum()) > 0:  # the branch
             return y * 2
         if self.case == "inside PyTorch":
             return y + F.one_hot(x.argmax(1))[:, :1]  # the call

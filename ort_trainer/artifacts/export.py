@@ -157,8 +157,8 @@ def _made(loop: TrainingLoop, state: State, optimizer: bool, outputs: Sequence[s
 def _our_writer(made: _Made, nominal: bool, quantized: str | None) -> Callable[[Path], None]:
     """Returns a function that writes the files for ``ort_trainer.api``."""
     models: dict[str, Described] = {
-        TRAINING_MODEL: training_model(made.training, made.weight),
-        EVALUATION_MODEL: evaluation_model(made.evaluation),
+        TRAINING_MODEL: training_model(made.training.unchecked(), made.weight),
+        EVALUATION_MODEL: evaluation_model(made.evaluation.unchecked()),
     }
     if made.optimizer is not None:
         models[OPTIMIZER_MODEL] = made.optimizer

@@ -15,6 +15,7 @@ __all__ = [
     "ExportError",
     "IdleOptionError",
     "MissingStateWarning",
+    "ValueBranchError",
     "shown",
     "warn",
 ]
@@ -48,6 +49,10 @@ class CheckpointError(ValueError):
 
 class DistributedError(RuntimeError):
     """The processes that train one model disagree, or one of them is missing."""
+
+
+class ValueBranchError(RuntimeError):
+    """A batch takes another branch of the model than the batch that its graph was exported for."""
 
 
 class MissingStateWarning(UserWarning):

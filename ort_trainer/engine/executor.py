@@ -13,7 +13,7 @@ import torch
 from ..step import Step, TensorSpec
 from .ort import make_session, providers_for, session_options
 from .programs.runner import ProgramRunner
-from .runner import Check, GraphRunner, Plan, SessionRunner
+from .runner import Check, GraphRunner, Plan, SessionRunner, check_branches
 from .torch_memory import TorchMemory
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class Executor:
         variants: By mode, the key of the model's variant whose graphs are added, found and run; initially None.
         generator: Draws the random numbers of training.
         changed_buffers: Names of the buffers that training changes.
-        left: What the last training run has left outside: the outputs ``Step.left``.
+        left: The graph that ran last in training mode, and what it has left outside: its outputs ``Step.left``.
         present_gradients, used_gradients, hold_gradients, restore_gradients: See ``present``, ``used``, ``hold`` and
             ``restore`` of :class:`_Gradients`.
         lazy_reset_grad: Makes the next :meth:`train` overwrite the gradients instead of adding to them.
@@ -83,7 +83,7 @@ class Executor:
             _global_generator(self._device) if seed is None else torch.Generator(self._device).manual_seed(seed)
         )
         self._updated: dict[str, torch.Tensor] = {}
-        self.left: Sequence[torch.Tensor] = ()
+        self.left: tuple[Step, Sequence[torch.Tensor]] | None = None
         self.changed_buffers: Collection[str] = self._updated.keys()
         self._runners: dict[tuple[bool, Hashable], list[GraphRunner]] = {}
         self.variants: dict[bool, Hashable] = {True: None, False: None}
@@ -167,7 +167,12 @@ class Executor:
         return [runner.step for runner in self._runners_for(training)]
 
     def plan(
-        self, training: bool, batch: Mapping[str, torch.Tensor], names: Sequence[str], backward: bool = True
+        self,
+        training: bool,
+        batch: Mapping[str, torch.Tensor],
+        names: Sequence[str],
+        backward: bool = True,
+        refused: Collection[Step] = (),
     ) -> Plan | None:
         """Returns a plan of :meth:`train`, :meth:`forward` or :meth:`evaluate` for batches of these shapes.
 
@@ -176,9 +181,10 @@ class Executor:
             batch: Inputs by name. Without gradients, inputs that the outputs do not need may be left out.
             names: Outputs to return. What a training run leaves outside is computed as well.
             backward: Whether a run in training mode computes gradients.
+            refused: Graphs whose branches the batch does not take.
 
         Returns:
-            The plan of the first graph that accepts the shapes; None if there is no such graph.
+            The plan of the first graph that accepts the shapes, or of the one that ran last; None if there is none.
 
         Raises:
             TypeError: If an input that the outputs need is missing.
@@ -186,8 +192,8 @@ class Executor:
         shapes = list(map(_shape, batch.values()))
         key = (training, backward, self.variants[training], *names, None, *batch, *shapes)
         plan = self._plans.get(key)
-        if plan is None:
-            runner = self._find(training, dict(zip(batch, shapes, strict=True)))
+        if plan is None or any(plan.runner.whole is step for step in refused):
+            runner = self._find(training, dict(zip(batch, shapes, strict=True)), refused)
             if runner is None:
                 return None
             names = (*names, *runner.step.left)
@@ -213,6 +219,9 @@ class Executor:
 
         Returns:
             The outputs that the plan fetches, as new tensors.
+
+        Raises:
+            ValueBranchError: If the batch takes another branch than the graph.
         """
         step = plan.runner.step
         fresh = self._gradients.begin()
@@ -249,7 +258,8 @@ class Executor:
         plan = runner.plan({name: tuple(value.shape) for name, value in batch.items()}, [step.loss])
         state = self.generator.get_state()
         try:
-            _, found = runner.run(plan, batch, loss_scale=self._scale(step, 1.0), generator=self.generator)
+            results, found = runner.run(plan, batch, loss_scale=self._scale(step, 1.0), generator=self.generator)
+            check_branches(step, results)
         finally:
             self.generator.set_state(state)
         return found[step.loss], {name: found[output] for name, output in step.gradients.items()}
@@ -278,6 +288,7 @@ class Executor:
         if len(batch) > len(runner.step.inputs):
             batch = {spec.name: batch[spec.name] for spec in runner.step.inputs}
         results, _ = runner.run(plan, batch)
+        check_branches(runner.step, results)
         return list(results.values())
 
     def _runners_for(self, training: bool) -> list[GraphRunner]:
@@ -305,13 +316,15 @@ class Executor:
             loss_scale=self._scale(step, loss_scale),
             generator=self.generator,
         )
+        check_branches(step, results)
         if check is not None:
             check(results, step.loss)
         for name, output in step.buffer_updates.items():
             self.buffers[name].copy_(written[output])
         found = list(results.values())
-        self.left = found[len(found) - len(step.left) :]
-        return found[: len(found) - len(step.left)], written
+        count = len(found) - len(step.left)
+        self.left = plan.runner.whole, found[count:]
+        return found[:count], written
 
     def _scale(self, step: Step, value: float) -> torch.Tensor | None:
         """Returns the loss scale as a graph input, the same tensor until it changes; None if the graph has none."""
@@ -324,14 +337,18 @@ class Executor:
             known = self._scales[spec] = value, torch.full(shape, value, dtype=dtype, device=self._device)
         return known[1]
 
-    def _find(self, training: bool, shapes: Mapping[str, tuple[int, ...]]) -> GraphRunner | None:
-        return next((runner for runner in self._runners_for(training) if runner.step.takes(shapes)), None)
+    def _find(
+        self, training: bool, shapes: Mapping[str, tuple[int, ...]], refused: Collection[Step]
+    ) -> GraphRunner | None:
+        left = [runner for runner in self._runners_for(training) if all(runner.step is not step for step in refused)]
+        return next((runner for runner in left if runner.step.takes(shapes)), None)
 
     def _without(self, runner: GraphRunner, given: set[str], names: Sequence[str]) -> GraphRunner:
         """Returns a runner for the part of a graph that computes some outputs from some inputs."""
         key = (id(runner), tuple(names))
         if key not in self._pruned:
             self._pruned[key] = self._make_runner(runner.step.pruned(names))
+            self._pruned[key].whole = runner.step
         missing = [spec.name for spec in self._pruned[key].step.inputs if spec.name not in given]
         if missing:
             raise TypeError(f"inputs {missing} are missing: outputs {list(names)} need them")

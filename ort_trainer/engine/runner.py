@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from ..core.dims import evaluate
+from ..core.errors import ValueBranchError
 from ..core.indices import IndexRange
 from ..step import Dim, RandomInput, Step, dtype_name
 from .ort import make_session
@@ -15,7 +16,18 @@ from .ort import make_session
 if TYPE_CHECKING:
     from .ort import InferenceSession, OrtValue, RunOptions, SessionOptions
 
-__all__ = ["Binding", "Check", "GraphRunner", "Kind", "Memory", "Output", "Plan", "SessionRunner", "evaluated"]
+__all__ = [
+    "Binding",
+    "Check",
+    "GraphRunner",
+    "Kind",
+    "Memory",
+    "Output",
+    "Plan",
+    "SessionRunner",
+    "check_branches",
+    "evaluated",
+]
 
 Check = Callable[[Mapping[str, Any], str], None]
 """Receives the fetched outputs of a run by name, and the name of the loss; raises to discard the run."""
@@ -84,7 +96,7 @@ class Plan:
 
     Attributes:
         runner: The runner of the graph.
-        outputs: The outputs to fetch.
+        outputs: The outputs to fetch, and the conditions that a run must check.
         random: The random inputs with their shapes.
         indices: The index ranges, with their sizes, of inputs that the fetched outputs depend on.
         sizes: The sizes of the symbolic dimensions.
@@ -115,6 +127,7 @@ class GraphRunner(ABC):
         keeps_destinations: Whether runs write into bound destinations; otherwise destinations are optional.
         inputs: Names of the graph's inputs: state, batch, random numbers, loss scale.
         outputs: Names of the graph's outputs.
+        whole: The step, or that of which it is a part.
     """
 
     keeps_destinations: bool
@@ -130,6 +143,8 @@ class GraphRunner(ABC):
         self.outputs = [spec.name for spec in (*step.outputs, *step.saved)]
         for part in (step.gradients, step.input_gradients, step.buffer_updates, step.input_updates):
             self.outputs += part.values()
+        self.outputs += step.assumptions
+        self.whole = step
 
     def rebind(self, name: str, tensor: Any) -> None:
         """Replaces the tensor of a parameter or buffer; the caller must clear the bindings of all plans."""
@@ -144,7 +159,8 @@ class GraphRunner(ABC):
             tuple(
                 Output(name, evaluated(specs[name].shape, sizes), *self._memory.dtypes(specs[name].dtype))
                 for name in dict.fromkeys(names)
-            ),
+            )
+            + tuple(Output(name, (), *self._memory.dtypes("bool")) for name in self.step.assumptions),
             tuple((spec, evaluated(spec.shape, sizes) or ()) for spec in self.step.random),
             tuple(
                 (entry, evaluate(entry.size, sizes))
@@ -296,6 +312,24 @@ class SessionRunner(GraphRunner):
             self.inference_session.run_with_iobinding(binding)
         else:
             self.inference_session.run_with_iobinding(binding, options)
+
+
+def check_branches(step: Step, results: dict[str, Any]) -> None:
+    """Checks that a run has taken the branches of the model that its batch takes in PyTorch.
+
+    Args:
+        step: What ran.
+        results: Its results by name; conditions are removed.
+
+    Raises:
+        ValueBranchError: If the batch takes another branch, so that no result is valid.
+    """
+    for name, (value, line) in step.assumptions.items():
+        if bool(results.pop(name)) != value:  # the first one: what comes after it in the model may not run at all
+            raise ValueBranchError(
+                f"this batch takes another branch of the model than the one in its graph: the condition is {not value} "
+                f"and the graph assumes {value}, as in the batch that it was exported for. Nothing has changed. {line}"
+            )
 
 
 def evaluated(shape: Sequence[Dim] | None, sizes: Mapping[str, int]) -> tuple[int, ...] | None:

@@ -35,10 +35,18 @@ Layouts = Sequence[tuple[str, Layout]]
 class Builder(Protocol):
     """Builds graphs of one model, loss and description."""
 
-    def build(self, batch: Named, training: bool, fetched: Sequence[str] | None = None, padded: bool = False) -> Step:
+    def build(
+        self,
+        batch: Named,
+        training: bool,
+        fetched: Sequence[str] | None = None,
+        padded: bool = False,
+        branching: bool = False,
+    ) -> Step:
         """Returns the training or evaluation graph for a sample batch, best for runs that fetch some outputs.
 
-        If ``padded``, it computes padded places, whatever the options say.
+        If ``padded``, it computes padded places, whatever the options say. ``branching`` says that the model has
+        branches on values.
         """
         ...
 
@@ -109,11 +117,17 @@ class ModelSource(ABC):
         """What has changed in the model since the call of :meth:`check` before the last; empty if unknown."""
         return ""
 
-    def leave(self, tensors: Sequence[torch.Tensor]) -> None:  # noqa: B027 - optional to override
+    @property
+    def notes(self) -> Any:
+        """The notes of the last export, for :meth:`leave`; None if its runs leave nothing outside."""
+        return None
+
+    def leave(self, notes: Any, tensors: Sequence[torch.Tensor]) -> None:  # noqa: B027 - optional to override
         """Leaves outside, in attributes, containers or variables, what a training step of the model leaves there.
 
         Args:
-            tensors: The outputs ``Step.left`` of the graph that has run.
+            notes: The notes of the graph that has run.
+            tensors: Its outputs ``Step.left``.
         """
 
     def names_of_trainable(self) -> dict[str, list[str]]:

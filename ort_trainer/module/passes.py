@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..engine.programs.runner import ProgramRunner, Progress
-from ..engine.runner import GraphRunner, Kind, evaluated
+from ..engine.runner import GraphRunner, Kind, check_branches, evaluated
 from ..engine.torch_memory import TorchMemory, shaped
 from ..step import SIZES, Step
 
@@ -39,6 +39,7 @@ class Passes:
         trained: Places of the values that get gradients.
         differentiable: Places of the outputs that have gradients.
         updates: The place of each value that the call changes, and of its new value among the results.
+        conditions: Name of a condition -> its place among the results.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class Passes:
             **{forward.state[name]: new for name, new in forward.buffer_updates.items()},
             **forward.input_updates,
         }
+        self.conditions = {name: results[name] for name in forward.assumptions}
         self.updates = [(values[name], results[new]) for name, new in updated.items()]
         self.saved: list[tuple[bool, int]] = []
         self.trained: list[int] = []
@@ -230,9 +232,15 @@ class Call:
         return found
 
     def forward(self, values: Tensors) -> tuple[tuple[torch.Tensor, ...], list[torch.Tensor]]:
-        """Runs the forward pass; returns the outputs, and what the backward pass needs."""
+        """Runs the forward pass; returns the outputs, and what the backward pass needs.
+
+        Raises:
+            ValueBranchError: If the inputs take another branch of the module than the graph; nothing has changed then.
+        """
         passes = self.passes
         found = passes.runner.call(list(values), lambda: self._kinds(values))
+        if passes.conditions:
+            check_branches(passes.step, {name: found[place] for name, place in passes.conditions.items()})
         saved = [values[place] if is_value else found[place] for is_value, place in passes.saved]
         if passes.updates:
             changed = {place for place, _ in passes.updates}
@@ -245,7 +253,8 @@ class Call:
 
     def _kinds(self, values: Tensors) -> list[Kind]:
         """Returns the kinds of all results."""
-        return [*self._results, *_kinds([values[place] for place, _ in self.passes.updates])]
+        updates = _kinds([values[place] for place, _ in self.passes.updates])
+        return [*self._results, *updates, *([((), torch.bool)] * len(self.passes.conditions))]
 
 
 class _Function(torch.autograd.Function):

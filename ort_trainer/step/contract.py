@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
 from ..core.dims import holds, symbols_of
-from ..core.errors import shown
+from ..core.errors import shown, warn
 from ..core.indices import IndexRange
 from ..core.protobuf import content, fields, text
 from ..core.protobuf import field as protobuf_field
@@ -129,6 +129,8 @@ class Step:
         guards: Conditions on the sizes under which the graph is valid; see :func:`ort_trainer.core.dims.holds`.
         fixed: Name of a dimension -> its only valid size, for sizes that the model's code fixes.
         index_ranges: What operators allow in the integer inputs that they index with; empty disables the check.
+        assumptions: Graph output, a bool -> its value in a valid run, and the line of the model's condition. In other
+            runs the model takes another branch, so all results are invalid.
         loss_scale: Graph input by which the loss is multiplied before the backward pass; None if there is none.
         programs: Key -> program of PyTorch's operators; the graph's nodes refer to programs by key.
         origins: The modules that the nodes come from, as text of :class:`~ort_trainer.step.origins.Origins`; empty if
@@ -157,6 +159,7 @@ class Step:
     guards: tuple[str, ...] = ()
     fixed: Mapping[str, int] = field(default_factory=dict)
     index_ranges: tuple[IndexRange, ...] = ()
+    assumptions: Mapping[str, tuple[bool, str]] = field(default_factory=dict)
     loss_scale: TensorSpec | None = None
     programs: Mapping[str, str] = field(default_factory=dict)
     origins: str = ""
@@ -251,6 +254,18 @@ class Step:
             if symbols_of(guard) <= sizes.keys() and not holds(guard, sizes):
                 yield f"the model relies on {guard}, which is false"
 
+    def unchecked(self) -> Step:
+        """Returns the step without its assumptions, for runtimes that don't check them; warns if there are any."""
+        if not self.assumptions:
+            return self
+        from .prune import prune
+
+        lines = "; ".join(dict.fromkeys(f"{line} (here {value})" for value, line in self.assumptions.values()))
+        warn(f"what is written has one branch for all values, and does not check that it is a batch's own: {lines}")
+        outputs = [spec.name for spec in self.outputs] + [*self.gradients.values(), *self.buffer_updates.values()]
+        model = prune(self.model, outputs, [value.name or "" for value in self.model.graph.inputs])
+        return replace(self, stored=model, assumptions={})
+
     def pruned(self, names: Sequence[str]) -> Step:
         """Returns the part of the graph that computes the given outputs and the buffers, with the inputs it needs.
 
@@ -259,6 +274,15 @@ class Step:
         from .prune import prune
 
         model = prune(self.model, [*names, *self.buffer_updates.values()])
+        inputs = {value.name for value in model.graph.inputs} | set(self.state.values())
+        # A condition on an input that the outputs do not need, such as a label, is not theirs.
+        assumptions = {
+            name: assumed
+            for name, assumed in self.assumptions.items()
+            if {value.name for value in prune(self.model, [name]).graph.inputs} <= inputs
+        }
+        if assumptions:
+            model = prune(self.model, [*names, *self.buffer_updates.values(), *assumptions])
         kept = {spec.name: spec for spec in self.outputs}
         left = {value.name for value in model.graph.inputs}
         return replace(
@@ -272,6 +296,7 @@ class Step:
             loss_scale=self.loss_scale if self.loss_scale is not None and self.loss_scale.name in left else None,
             random=tuple(spec for spec in self.random if spec.name in left),
             index_ranges=tuple(entry for entry in self.index_ranges if entry.input in left),
+            assumptions=assumptions,
         )
 
 
@@ -329,7 +354,7 @@ _MODEL_METADATA, _KEY, _VALUE = 14, 1, 2
 # What is not in the metadata, and what is left out of them where it is empty, as artifacts have always done.
 _APART = ("stored", "kept", "sums", "model")
 _MAY_LACK = frozenset({"micro_batches", "loss_scale", "programs", "origins", "order"}) | frozenset(
-    {"left", "input_updates", "saved", "tangents", "input_gradients", "depends"}
+    {"left", "input_updates", "saved", "tangents", "input_gradients", "depends", "assumptions"}
 )
 
 

@@ -31,10 +31,10 @@ class RemoveUnusedPass(ir.passes.InPlacePass):
         return ir.passes.PassResult(model, modified)
 
 
-def prune(model: ir.Model, outputs: Sequence[str]) -> ir.Model:
-    """Returns a copy of a model with only the given outputs, in this order, and the inputs that they need."""
+def prune(model: ir.Model, outputs: Sequence[str], inputs: Collection[str] = ()) -> ir.Model:
+    """Returns a copy of a model with only the given outputs, in order, the inputs that they need, and those named."""
     pruned = model.clone()
     values = {value.name: value for value in pruned.graph.outputs}
     pruned.graph.outputs.clear()
     pruned.graph.outputs.extend(values[name] for name in outputs if name in values)
-    return RemoveUnusedPass()(pruned).model
+    return RemoveUnusedPass(inputs)(pruned).model

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from ..core.errors import shown
+from ..core.errors import ValueBranchError, shown
 from ..core.indices import check_indices
 from ..core.interrupts import uninterrupted
 from ..core.optimizer_keys import STEP, UPDATE_COUNT
@@ -52,7 +52,11 @@ GRADIENT_WEIGHT = "gradient_weight"
 _OWN = ("device", "debug", "session_options", "provider_options")
 _RANKS = ("world_rank", "local_rank")
 
+# Graphs for batches of the same sizes that take different branches of the model.
+_MAXIMUM_BRANCHES = 8
+
 Outputs = list[torch.Tensor]
+Result = TypeVar("Result")
 
 
 class TrainingLoop:
@@ -336,7 +340,10 @@ class TrainingLoop:
         if self.optimizer.shows_gradients:
             self._release_shown(executor)
         check = None if self.losses is None else self.losses.check
-        outputs = executor.train(plan, batch, loss_scale=window.factor(weight, scale), check=check)
+        factor = window.factor(weight, scale)
+        plan, outputs = self._on_its_branch(
+            lambda plan: executor.train(plan, batch, loss_scale=factor, check=check), plan, batch, transaction
+        )
         if plan.runner.step.buffer_updates:
             self.source.memory.publish(plan.runner.step.buffer_updates)
         is_due = window.add(weight, scale)
@@ -350,9 +357,10 @@ class TrainingLoop:
         return outputs
 
     def _leave(self, executor: Executor) -> None:
-        """Leaves outside what the run of a step has left there."""
-        self.source.leave(executor.left)
-        executor.left = ()
+        """Leaves outside what the last run has left there."""
+        if executor.left is not None:
+            self.graphs.leave(*executor.left)
+            executor.left = None
 
     def backward(self, plan: Plan, batch: Batch, weight: float = 1.0) -> Outputs:
         """Runs the forward and backward pass, adds to the window's gradients and counts the micro-batch.
@@ -367,14 +375,58 @@ class TrainingLoop:
         with Transaction(self, joint=False) as transaction:
             return self._step(transaction, plan, batch, weight, updates=False)
 
+    def _on_its_branch(
+        self,
+        run: Callable[[Plan], Result],
+        plan: Plan,
+        batch: Batch,
+        transaction: Transaction | None = None,
+        training: bool = True,
+        backward: bool = True,
+    ) -> tuple[Plan, Result]:
+        """Runs a plan, or one for the same batch whose graph has the branches that the batch takes in the model.
+
+        Args:
+            run: Runs it; a :class:`ValueBranchError` of it has changed nothing.
+            plan, batch: From :meth:`bind`.
+            transaction: Has begun for the plan; None if there is none.
+            training: Whether in training mode.
+            backward: Whether a run in training mode computes gradients.
+
+        Returns:
+            The plan that ran, and what it returned.
+
+        Raises:
+            ValueBranchError: If there are too many such graphs, or the branches differ from those of PyTorch's run.
+            Exception: What the model raises for this batch.
+        """
+        executor, is_new, refused = self._executor, False, []
+        assert executor is not None
+        while True:
+            try:
+                return plan, run(plan)
+            except ValueBranchError:
+                refused.append(plan.runner.whole)
+                if is_new or len(refused) == _MAXIMUM_BRANCHES:
+                    raise
+            if transaction is not None:
+                transaction.undo()
+            names = [output.name for output in plan.outputs if output.name not in plan.runner.step.assumptions]
+            count = len(executor.graphs(training))
+            plan = self.graphs.plan(executor, batch, training, names, backward, refused)
+            is_new = len(executor.graphs(training)) > count
+            if transaction is not None:
+                transaction.begin(executor, plan.runner.step)
+
     def gradients_of(
-        self, plan: Plan, batch: Batch, check: Check | None = None
+        self, plan: Plan, batch: Batch, check: Check | None = None, transaction: Transaction | None = None
     ) -> tuple[Outputs, dict[str, torch.Tensor]]:
         """Runs the forward and backward pass; changes only the random state and buffers.
 
         Args:
             plan, batch: From :meth:`bind`.
             check: Called with the outputs before any change; may raise.
+            transaction: In which they run, if there is one.
 
         Returns:
             The outputs that the plan fetches, and the gradients of the loss by parameter name, as new tensors.
@@ -383,7 +435,10 @@ class TrainingLoop:
         scale = self.precision.loss_scale
         if self.optimizer.shows_gradients:
             self._release_shown(self._executor)
-        outputs, gradients = self._executor.gradients_of(plan, batch, loss_scale=scale, check=check)
+        executor = self._executor
+        plan, (outputs, gradients) = self._on_its_branch(
+            lambda plan: executor.gradients_of(plan, batch, loss_scale=scale, check=check), plan, batch, transaction
+        )
         if scale != 1.0 and gradients:
             torch._foreach_div_(list(gradients.values()), scale)
         self.source.memory.publish(plan.runner.step.buffer_updates)
@@ -393,11 +448,14 @@ class TrainingLoop:
         """Runs the model in training mode; see ``ORTTrainer.forward``."""
         with Transaction(self, joint=False) as transaction:
             plan, batch = self.bind(args, kwargs, self.info.fetches, backward=False)
-            assert self._executor is not None
-            transaction.begin(self._executor, plan.runner.step)
-            outputs = self._executor.forward(plan, batch)
+            executor = self._executor
+            assert executor is not None
+            transaction.begin(executor, plan.runner.step)
+            plan, outputs = self._on_its_branch(
+                lambda plan: executor.forward(plan, batch), plan, batch, transaction, backward=False
+            )
             self.source.memory.publish(plan.runner.step.buffer_updates)
-            self._leave(self._executor)
+            self._leave(executor)
             transaction.commit()
             return outputs
 
@@ -416,7 +474,8 @@ class TrainingLoop:
             executor, strategy = self._executor, self.strategy
             assert executor is not None
             transaction.begin(executor, plan.runner.step)
-            outputs, gradients = self.gradients_of(plan, batch, None if self.losses is None else self.losses.check)
+            check = None if self.losses is None else self.losses.check
+            outputs, gradients = self.gradients_of(plan, batch, check, transaction)
             self._leave(executor)
             transaction.commit()
             if strategy.world_size > 1:
@@ -687,8 +746,10 @@ class TrainingLoop:
         """
         with Transaction(self, joint=False):
             plan, batch = self.bind(args, kwargs, fetches, training=False)
-            assert self._executor is not None
-            return self._executor.evaluate(plan, batch)
+            executor = self._executor
+            assert executor is not None
+            run = functools.partial(executor.evaluate, batch=batch)
+            return self._on_its_branch(run, plan, batch, training=False)[1]
 
     def save_onnx(self, path: str | os.PathLike[str], names: Sequence[str], for_inference: bool = False) -> None:
         """Writes the model with the current weights; see ``ORTTrainer.save_as_onnx``."""
@@ -715,7 +776,7 @@ class TrainingLoop:
         if own is not None:
             return own
         step = self._start(self.graphs.blank_batch(), False, self.graphs.output_names).runner.step
-        step = step if list(names) == [spec.name for spec in step.outputs] else step.pruned(names)
+        step = (step if list(names) == [spec.name for spec in step.outputs] else step.pruned(names)).unchecked()
         return with_weights(step, executor.parameters, executor.buffers, self.source.trainable)
 
     def begin_profile(self, steps: int, trace: str | os.PathLike[str] | None) -> Profile:
@@ -805,7 +866,7 @@ class TrainingLoop:
         plan = self.graphs.plan(executor, batch, training, names, backward)
         with uninterrupted():
             self._take_executor(executor)
-            self.graphs.started(batch)
+            self.graphs.started(executor, batch)
             self.strategy.started({name: str(value.dtype) for name, value in batch.items()})
         return plan
 

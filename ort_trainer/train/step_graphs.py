@@ -70,7 +70,10 @@ class StepGraphs:
         self._parameters: dict[str, tuple[float, torch.Tensor]] = {}
         self._output_names: tuple[str, ...] = ()
         self._fitting: set[tuple[Any, ...]] = set()
+        self._branching: dict[str, torch.Tensor] = {}
         self._sample: dict[str, tuple[torch.Size, torch.dtype]] | None = None
+        # By the id of a graph, which lives as long as the executor, what its runs leave outside.
+        self._left: dict[int, Any] = {}
         self.has_started = False
         if not isinstance(model_desc, str):
             self._set_description(ModelDescription(model_desc))
@@ -134,27 +137,29 @@ class StepGraphs:
                 "train_step_info.fetches)"
             ) from error
 
-    def started(self, batch: Batch) -> None:
-        """Records the shapes and dtypes of the first batch."""
+    def started(self, executor: Executor, batch: Batch) -> None:
+        """Records the shapes and dtypes of the first batch, for which the executor has a graph."""
         self._sample = {name: (value.shape, value.dtype) for name, value in batch.items()}
+        if any(step.assumptions for mode in (True, False) for step in executor.graphs(mode)):
+            self._branching = {name: value.clone() for name, value in batch.items()}
         self.has_started = True
         self._layouts = dict(batch.layouts)
         self._fitting.clear()
 
     def blank_batch(self) -> Batch:
-        """Returns a batch of zeros like the first: an evaluation graph depends only on dtypes and fixed sizes.
+        """Returns a batch like the first: zeros, as an evaluation graph depends only on dtypes and fixed sizes.
+
+        If the model has branches on values, it has the values of the batch that it was first exported for.
 
         Raises:
             RuntimeError: If there was no batch yet, and the model does not define its inputs itself.
         """
         if self._sample is None:
             return Batch(self._source.blank_batch(self.description))
-        batch = Batch(
-            {
-                name: torch.zeros(shape, dtype=dtype, device=self._device)
-                for name, (shape, dtype) in self._sample.items()
-            }
-        )
+        blank = {
+            name: torch.zeros(shape, dtype=dtype, device=self._device) for name, (shape, dtype) in self._sample.items()
+        }
+        batch = Batch({name: self._branching[name].clone() for name in self._sample} if self._branching else blank)
         batch.layouts = tuple(self._layouts.items())
         return batch
 
@@ -185,9 +190,15 @@ class StepGraphs:
             self._rebind(executor, changed)
 
     def plan(
-        self, executor: Executor, batch: Batch, training: bool, names: Sequence[str], backward: bool = True
+        self,
+        executor: Executor,
+        batch: Batch,
+        training: bool,
+        names: Sequence[str],
+        backward: bool = True,
+        refused: Sequence[Step] = (),
     ) -> Plan:
-        """Returns the executor's plan for a batch; builds a graph if none accepts the batch's sizes.
+        """Returns the executor's plan for a batch; builds a graph if none accepts the batch's sizes and branches.
 
         Args:
             executor: Has the graphs.
@@ -195,6 +206,7 @@ class StepGraphs:
             training: Whether in training mode.
             names: Outputs to return.
             backward: Whether a run in training mode computes gradients.
+            refused: Graphs whose branches the batch does not take.
 
         Raises:
             RuntimeError: If there are too many graphs already, or the model has changed incompatibly.
@@ -202,10 +214,10 @@ class StepGraphs:
             TypeError: If an input that the outputs need was left out.
         """
         self._guard(executor, batch, training)
-        plan = executor.plan(training, batch, names, backward)
+        plan = executor.plan(training, batch, names, backward, refused)
         if plan is None:
-            self._add_graph(executor, batch, training, names)
-            plan = executor.plan(training, batch, names, backward)
+            self._add_graph(executor, batch, training, names, branching=bool(refused))
+            plan = executor.plan(training, batch, names, backward, refused)
             assert plan is not None
         return plan
 
@@ -227,6 +239,17 @@ class StepGraphs:
         if known is not None and known.runner.step.is_standard and known.runner.step.state.keys() <= tensors.keys():
             return known.runner.step
         return self._build(batch, training, portable=True)
+
+    def leave(self, step: Step, tensors: Sequence[torch.Tensor]) -> None:
+        """Leaves outside what a run of a graph has left there.
+
+        Args:
+            step: The graph.
+            tensors: The tensors in it, as ``Step.left``.
+        """
+        notes = self._left.get(id(step))
+        if notes is not None:
+            self._source.leave(notes, tensors)
 
     def padded(self, batch: Batch) -> Step:
         """Returns a training graph that computes padded places, whatever ``utils.remove_padding`` says.
@@ -346,7 +369,9 @@ class StepGraphs:
         if narrower is not None:
             self._set_description(narrower)
 
-    def _add_graph(self, executor: Executor, batch: Batch, training: bool, names: Sequence[str]) -> None:
+    def _add_graph(
+        self, executor: Executor, batch: Batch, training: bool, names: Sequence[str], branching: bool
+    ) -> None:
         sizes = self.description.sizes({name: tuple(value.shape) for name, value in batch.items()})
         graphs = executor.graphs(training)
         if graphs:
@@ -357,9 +382,9 @@ class StepGraphs:
                 f"the model fixes dimensions ({fixed}) and has been exported for {len(graphs)} sizes already; "
                 f"{sizes} would be one more. Pad the inputs to fewer different sizes"
                 if fixed
-                else "modes and settings of the model (a dropout's p, a float attribute) or inputs that are not "
-                f"tensors (numbers, bools) have changed so often that it has been exported {len(graphs)} times "
-                "already. Pass values that change often as tensor inputs or in trainer.loss_parameters"
+                else "modes and settings of the model (a dropout's p, a float attribute), inputs that are not tensors "
+                f"(numbers, bools) or branches on values have changed so often that it has been exported {len(graphs)} "
+                "times already. Pass values that change often as tensor inputs or in trainer.loss_parameters"
             )
         if self._sample is not None:
             # An export needs all inputs, also those that the requested outputs do not depend on. Their sizes follow
@@ -372,7 +397,10 @@ class StepGraphs:
                     shape = [sizes[size] if isinstance(size, str) else size for size in entry.shape]
                     blank = torch.zeros(shape, dtype=self._sample[entry.name][1])
                     batch = batch.with_tensors({**batch, entry.name: blank})
-        step = self._build(batch, training, names)
+        step = self._build(batch, training, names, branching=branching)
+        notes = self._source.notes
+        if training and notes is not None:
+            self._left[id(step)] = notes
         self._guard(executor, batch, training)  # now it is known which tensors from outside the graph takes
         try:
             executor.add_graph(step)
@@ -388,15 +416,22 @@ class StepGraphs:
         shapes = {name: tuple(value.shape) for name, value in batch.items()}
         graphs = executor.graphs_of_variant(training)
         if graphs:
-            return next(graphs[-1].objections(shapes))
+            return next(graphs[-1].objections(shapes), "the batch takes other branches of the model")
         constants = {key: value for name, layout in batch.layouts for key, value in constants_of(layout, name).items()}
         if self._source.last_change:
             return f"the model has changed: {self._source.last_change}"
         return f"an input that is a constant has changed: {constants}" if constants else "the loss function has changed"
 
-    def _build(self, batch: Batch, training: bool, names: Sequence[str] | None = None, portable: bool = False) -> Step:
+    def _build(
+        self,
+        batch: Batch,
+        training: bool,
+        names: Sequence[str] | None = None,
+        portable: bool = False,
+        branching: bool = False,
+    ) -> Step:
         try:
-            step = self._builder(batch, portable).build(_without_inference(batch), training, names)
+            step = self._builder(batch, portable).build(_without_inference(batch), training, names, branching=branching)
         except BaseException:
             self._narrow()
             raise

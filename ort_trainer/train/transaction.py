@@ -67,6 +67,13 @@ class Transaction(uninterrupted):
             buffers = {name: executor.buffers[name].clone() for name in updates} if updates else {}
             self._before = executor, info.step, info.all_finite, state, buffers
 
+    def undo(self) -> None:
+        """Restores what was there before :meth:`begin`, for another attempt, and delivers signals."""
+        if self._before is not None:
+            self._put_back(*self._before)
+            self._before = None
+        self.release()
+
     def commit(self) -> None:
         """Records that the step is complete: a later error comes after it."""
         self._before = None

@@ -340,7 +340,7 @@ def test_many_sizes_and_outputs(kernels: str) -> None:
 
 class Branches(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x if x.sum() > 0 else -x
+        return x if float(x.sum()) > 0 else -x
 
 
 def test_what_cannot_be_exported_is_an_error() -> None:

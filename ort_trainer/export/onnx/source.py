@@ -109,7 +109,14 @@ class _Builder:
     builder: GraphBuilder
     dtypes: Mapping[str, torch.dtype]
 
-    def build(self, batch: Named, training: bool, fetched: Sequence[str] | None = None, padded: bool = False) -> Step:
+    def build(
+        self,
+        batch: Named,
+        training: bool,
+        fetched: Sequence[str] | None = None,
+        padded: bool = False,
+        branching: bool = False,
+    ) -> Step:
         """Returns the training or evaluation graph for a sample batch; see the protocol.
 
         Raises:
@@ -122,7 +129,7 @@ class _Builder:
                 raise TypeError(
                     f"input {name!r} has dtype {value.dtype}, but the ONNX model takes {wanted}: use .to({wanted})"
                 )
-        return self.builder.build(batch, training, fetched, padded)
+        return self.builder.build(batch, training, fetched, padded, branching)
 
     def reference(self, batch: Named) -> Sequence[torch.Tensor]:
         """Returns the outputs of the model's module in evaluation mode."""

@@ -6,6 +6,7 @@ That includes the module of the user's model that each operator belongs to.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import astuple
 
 import onnx_ir as ir
 import torch
@@ -74,9 +75,11 @@ def assemble(
         fake = found.tangent.meta["val"]
         loss_scale = TensorSpec(_LOSS_SCALE, dtype_name(fake.dtype), tuple(int(size) for size in fake.shape))
         inputs.append((found.tangent, _LOSS_SCALE))
+    conditions = {names.unique(f"condition_{number}"): node for number, node in enumerate(found.conditions)}
     results = list(zip(found.outputs, (spec.name for spec in outputs), strict=True))
     results += [(node, gradient_names[name]) for name, node in gradients.items()]
     results += [(node, update_names[name]) for name, node in found.buffer_updates.items()]
+    results += [(node, name) for name, node in conditions.items()]
     programs: Mapping[str, str] = {}
     operators: Mapping[str, Sequence[Node | None]] = {}
     if for_kernels:
@@ -104,6 +107,7 @@ def assemble(
         state=state_names,
         gradients=gradient_names,
         buffer_updates=update_names,
+        assumptions=dict(zip(conditions, map(astuple, found.assumptions), strict=True)),
         loss_scale=loss_scale,
         random=tuple(random.values()),
         guards=tuple(guards),

@@ -62,6 +62,7 @@ class CallAssembler:
         # What both passes may take.
         self._given = {**self._state, **self._batch, **{node: spec.name for node, spec in self._random.items()}}
         self._outputs = [names.unique(f"output_{index}") for index in range(len(found.outputs))]
+        self._conditions = [names.unique(f"condition_{number}") for number in range(len(found.conditions))]
         inputs = call.description.inputs
         self._updated = {name: names.unique(f"{name}.updated") for name in found.buffer_updates}
         self._changed = {
@@ -90,7 +91,8 @@ class CallAssembler:
                 rewrite(graph, self._compiled, divided=True)
         if not self._reads_shapes:
             found.read_sizes_from_batch()
-        of_forward = [*found.outputs, *found.buffer_updates.values(), *found.input_updates.values()]
+        updates = [*found.buffer_updates.values(), *found.input_updates.values()]
+        of_forward = [*found.outputs, *updates, *found.conditions]
         of_backward = [found.gradients[name] for name in trained] + [*found.input_gradients.values()]
         again = values_to_recompute(self._call.recompute, found, self._inputs, self._call.model)
         divided = divide(found.module, of_forward, of_backward, again, sizes=not self._reads_shapes)
@@ -102,7 +104,7 @@ class CallAssembler:
     @property
     def _own_results(self) -> list[str]:
         """What the forward pass returns, without what is only saved."""
-        return [*self._outputs, *self._updated.values(), *self._changed.values()]
+        return [*self._outputs, *self._updated.values(), *self._changed.values(), *self._conditions]
 
     def _forward(self, divided: Divided) -> Step:
         found, part = self._found, divided.forward
@@ -120,6 +122,7 @@ class CallAssembler:
             state={name: self._state[node.name] for node, name in found.state.items()},
             buffer_updates=self._updated,
             input_updates=self._changed,
+            assumptions=dict(zip(self._conditions, map(dataclasses.astuple, found.assumptions), strict=True)),
             saved=tuple(self._spec(node, name) for node, name in results[len(results) - len(saved) :]),
             random=tuple(self._random.values()),
             guards=tuple(guards),

@@ -20,7 +20,9 @@ from ...core.errors import IdleOptionError
 from ...engine.ort import preload
 from ...step import Step
 from ..cache import Export, export_cache
+from .answers import answers_of
 from .borrow import BORROWED, borrowed
+from .branches import ValuesAsked
 from .isolation import can_differentiate, can_isolate, run_in_child
 from .outside.notes import Notes
 from .step_module import ExportedStep, StepModule
@@ -69,6 +71,7 @@ class GraphBuilder:
         training: bool,
         fetched: Collection[str] | None = None,
         padded: bool = False,
+        branching: bool = False,
     ) -> Step:
         """Exports the step for a batch's dtypes; symbolic dimensions stay free unless the model fixes them.
 
@@ -81,9 +84,11 @@ class GraphBuilder:
             fetched: The outputs that runs probably fetch; None for all. A training graph has all outputs, but may
                 compute others separately.
             padded: Whether a training graph computes padded places, even if the step says which they are.
+            branching: Whether the model is known to have branches on values.
 
         Raises:
             ExportError: If the model can't be exported or its outputs don't match the description.
+            Exception: What the model raises for the batch, if it has branches on values.
         """
         step = self.step
         if padded:  # for a comparison, which needs no compiled loops
@@ -91,7 +96,7 @@ class GraphBuilder:
         if training and fetched is not None and step.kernels != "onnxruntime":
             unfetched = frozenset(step.description.output_names).difference(fetched)
             step = dataclasses.replace(step, unfetched=unfetched)
-        return self._finished(dataclasses.replace(self, step=step)._exported(batch, training))
+        return self._finished(dataclasses.replace(self, step=step)._exported(batch, training, branching))
 
     def build_call(self, inputs: Mapping[str, torch.Tensor]) -> tuple[Step, tuple[Step, ...]]:
         """Exports a call, for inputs' dtypes, as :meth:`build` does.
@@ -105,16 +110,21 @@ class GraphBuilder:
         found = self._exported(inputs, True)
         return found.step, found.backward
 
-    def _exported(self, batch: Mapping[str, torch.Tensor], training: bool) -> Export:
+    def _exported(self, batch: Mapping[str, torch.Tensor], training: bool, branching: bool = False) -> Export:
         try:
             with BORROWED, torch.enable_grad():  # the caller may be under no_grad
-                return self._build(batch, training)
+                if not branching:
+                    with contextlib.suppress(ValuesAsked):
+                        return self._build(batch, training)
+                # In this process, so that what the model raises for the batch is the user's as it is.
+                step = dataclasses.replace(self.step, answers=answers_of(self.step, batch, training))
+                return dataclasses.replace(self, step=step)._build(batch, training)
         except IdleOptionError as error:
             if self.tolerates is None or not self.tolerates(f"this option has no effect: {error}"):
                 raise
             recompute = dataclasses.replace(self.step.recompute, **_IDLE[error.option])
             step = dataclasses.replace(self.step, recompute=recompute)
-            return dataclasses.replace(self, step=step)._exported(batch, training)
+            return dataclasses.replace(self, step=step)._exported(batch, training, branching)
 
     def _build(self, batch: Mapping[str, torch.Tensor], training: bool) -> Export:
         """Finds the export in the cache, or makes it; says so in the log."""
@@ -126,19 +136,27 @@ class GraphBuilder:
             check_torch(self.step.kernels, cache)
         with contextlib.closing(_Progress(type(self.step.model).__name__)) as progress:
 
-            def made() -> Export:
+            def made(step: ExportedStep) -> Export:
                 from .export import export  # slow, and only the child needs it
 
-                return export(self.step, batch, training, cache, progress.stage)
+                return export(step, batch, training, cache, progress.stage)
 
             def in_child() -> bytes | None:
-                return made().to_bytes() if can_differentiate() else None
+                if not can_differentiate():
+                    return None
+                with contextlib.suppress(ValuesAsked):
+                    return made(self.step).to_bytes()
+                try:
+                    answers = answers_of(self.step, batch, training)
+                except Exception:  # the model raises it in this process's parent, too
+                    raise ValuesAsked from None
+                return made(dataclasses.replace(self.step, answers=answers)).to_bytes()
 
             draw = progress.draw if progress.shown else None
             # A training step on PyTorch's kernels does not need ONNX Runtime.
             meanwhile = None if training and self.step.kernels != "onnxruntime" else preload
             answer = run_in_child(in_child, draw, meanwhile) if can_isolate() else None
-            found = made() if answer is None else Export.from_bytes(answer)
+            found = made(self.step) if answer is None else Export.from_bytes(answer)
         if training and self.depends_on_modes is not None:
             parts = dict(self.step.module().named_modules())
             self.depends_on_modes({parts[name] for name in found.modes_read})

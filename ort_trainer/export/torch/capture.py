@@ -27,12 +27,12 @@ from torch.utils import checkpoint as checkpointing
 
 from ...core.errors import ExportError
 from ...options import InputDescription
+from .branches import Assumption
 from .explain import explain, source_line
 from .operators.registry import replacements
 from .step_module import StepModule
 from .symbols import users_lines_of_conditions
 from .torch_versions import CHECKPOINT_GENERATOR
-from .value_checks import value_checks_passed
 from .view_writes import bases_of, refuse_inexact_writes, written
 
 __all__ = ["CHECKPOINT", "Capture", "capture", "capturing", "exportable_functions"]
@@ -64,14 +64,14 @@ class Capture:
         special: Symbols whose size 1 the model treats differently.
         as_it_stands: Whether the module itself must be differentiated, because the model has custom backward passes or
             hooks, which the exported program lacks.
-        checks: The lines of checks on values that are assumed to pass.
+        assumptions: The conditions on values that are assumed; they are the last results.
     """
 
     exported: torch.export.ExportedProgram
     inputs: tuple[torch.Tensor, ...]
     special: frozenset[sympy.Symbol]
     as_it_stands: bool
-    checks: tuple[str, ...] = ()
+    assumptions: tuple[Assumption, ...] = ()
 
     @property
     def fake_mode(self) -> Any:
@@ -81,19 +81,18 @@ class Capture:
 
 
 @contextlib.contextmanager
-def capturing(autocast: torch.autocast, fused_attention: bool = False) -> Iterator[list[str]]:
+def capturing(module: StepModule, autocast: torch.autocast, fused_attention: bool = False) -> Iterator[None]:
     """The context for capturing a model and for differentiating the captured program.
 
-    Yields the lines of checks on values that are assumed to pass.
-
     Args:
+        module: The step.
         autocast: The autocast context, enabled or not.
         fused_attention: Whether attention may become one of PyTorch's fused kernels. Their backward operators have no
             ONNX translation; the plain formula's have one.
     """
     backends = [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH] if fused_attention else [SDPBackend.MATH]
-    with sdpa_kernel(backends), exportable_functions(), autocast, value_checks_passed() as checks:
-        yield checks
+    with sdpa_kernel(backends), exportable_functions(), autocast, module.branches.followed():
+        yield
 
 
 def capture(
@@ -114,6 +113,7 @@ def capture(
 
     Raises:
         ExportError: If PyTorch can't export the model.
+        ValuesAsked: If it has branches on values, and there are no answers.
     """
     _refuse_hooks(module)
     dims = tuple(
@@ -125,7 +125,7 @@ def capture(
         for entry in inputs
     )
     with (
-        capturing(autocast) as checks,
+        capturing(module, autocast),
         _watch_autograd() as custom_backward,
         _watch_size_one() as special,
         _marked_checkpoints(),
@@ -140,7 +140,7 @@ def capture(
     # The program's own fake inputs keep the symbolic sizes; the user's module might look at sizes.
     placeholders = {node.name: node for node in exported.graph.nodes if node.op == "placeholder"}
     fakes = tuple(placeholders[str(name)].meta["val"] for name in exported.graph_signature.user_inputs)
-    return Capture(exported, fakes, frozenset(special), bool(custom_backward), tuple(checks))
+    return Capture(exported, fakes, frozenset(special), bool(custom_backward), tuple(module.branches.assumptions))
 
 
 @contextlib.contextmanager

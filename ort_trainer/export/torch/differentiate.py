@@ -10,7 +10,7 @@ import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import sympy
@@ -33,6 +33,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from ...core.errors import ExportError
 from ...core.indices import IndexRange
 from ...options import InputDescription
+from .branches import Assumption
 from .capture import Capture, capturing
 from .cell_loops import roll_up_loops
 from .equal_layers import EqualLayers
@@ -60,6 +61,8 @@ class FlatGraph:
         batch: Placeholder -> index of the batch input.
         tangents: Placeholder -> index of the output whose gradient it takes; of a step's loss, it is the loss scale.
         outputs: Results of the captured module, in order.
+        conditions: Its results after these, conditions on values.
+        assumptions: The values of the conditions with which the graph is valid.
         gradients: Canonical name of a parameter -> its gradient.
         input_gradients: Index of a batch input that requires grad -> its gradient.
         buffer_updates: Canonical name of a buffer -> its new value.
@@ -81,6 +84,8 @@ class FlatGraph:
     input_updates: dict[int, torch.fx.Node]
     symbols: SymbolTable
     left: int = 0
+    conditions: list[torch.fx.Node] = field(default_factory=list)
+    assumptions: Sequence[Assumption] = ()
     index_ranges: Sequence[IndexRange] = ()
 
     @property
@@ -93,10 +98,11 @@ class FlatGraph:
         """Makes the results those nodes that replace them while the context is active."""
         (end,) = self.module.graph.find_nodes(op="output")
         several = (self.gradients, self.input_gradients, self.buffer_updates, self.input_updates)
-        end.args = ((*self.outputs, *(node for part in several for node in part.values())),)
+        end.args = ((*self.outputs, *self.conditions, *(node for part in several for node in part.values())),)
         yield
         found = iter(end.args[0])
         self.outputs[:] = itertools.islice(found, len(self.outputs))
+        self.conditions[:] = itertools.islice(found, len(self.conditions))
         for part in several:
             for key in part:
                 part[key] = next(found)  # type: ignore[index]
@@ -161,7 +167,7 @@ def differentiate(
     exported = captured.exported.module(check_guards=False)
     assert isinstance(exported, torch.fx.GraphModule)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(capturing(autocast, for_kernels))
+        stack.enter_context(capturing(module, autocast, for_kernels))
         # A block under torch.no_grad() or torch.autocast() is a graph within the graph.
         for part in exported.modules():
             if isinstance(part, torch.fx.GraphModule):
@@ -203,6 +209,9 @@ def differentiate(
         if name not in known and name.startswith("loss_fn.") and name in outside:
             known[name] = name
     result = _sort(joint, known, {**tensors, **constants}, symbols)
+    result.assumptions = captured.assumptions
+    described = len(result.outputs) - len(result.assumptions)
+    result.outputs, result.conditions = result.outputs[:described], result.outputs[described:]
     _refuse_captured_parameters(result.constants.values(), module.model)
     _carry(result, outside)
     result.left = module.recorder.leftovers.tensors if module.leaves else 0

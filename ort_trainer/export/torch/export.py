@@ -62,6 +62,7 @@ def export(
 
     Raises:
         ExportError: If the model can't be exported or its outputs don't match the description.
+        ValuesAsked: If the model has branches on values, and the step has no answers.
     """
     attempt = functools.partial(_Exporter, step, batch, training, cache, stage)
     with quiet(), remembered_sizes():
@@ -227,7 +228,10 @@ class _Exporter:
         A graph is valid for all sizes that its guards accept, so the first key does not depend on the sample's sizes.
         The second key does: it holds a graph that was exported because the first one rejected these sizes.
         """
-        self._remarks = [f"not checked in a graph, because it depends on values: {line}" for line in captured.checks]
+        self._remarks = [
+            f"the graph assumes that this condition is {assumption.value}, and each step checks it: {assumption.line}"
+            for assumption in captured.assumptions
+        ]
         if self._cache is None:
             return None
         try:

@@ -81,6 +81,7 @@ def fingerprint(captured: Capture, module: StepModule, step: ExportedStep, train
         *_graph_module(captured.exported.graph_module),
         f"signature {_value(captured.exported.graph_signature)}",
         f"special {sorted(map(str, captured.special))}",
+        f"assumptions {list(captured.assumptions)}",
     ):
         digest.update(line.encode())
         digest.update(b"\n")

@@ -62,7 +62,7 @@ def find_index_ranges(captured: Capture, description: ModelDescription) -> tuple
         for node in exported.graph.find_nodes(op="placeholder")
         if node.name in names and _is_index(node)
     }
-    results = list(zip(signature.user_outputs, outputs, strict=False))  # without what is left outside
+    results = list(zip(signature.user_outputs, outputs, strict=False))  # without what is left, and conditions
     changed: set[str] = set()
     found = list(_ranges(exported.graph, operands, symbols, lambda node: _dependent(node, results), changed))
     return tuple(dict.fromkeys(entry for entry in found if entry.input not in changed))

@@ -91,9 +91,14 @@ class TorchSource(ModelSource):
         """What has changed in model or loss; see the base class."""
         return self._guard.last_change
 
-    def leave(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Leaves what the model and the loss have left outside; see the base class."""
-        self._guard.leave(tensors)
+    @property
+    def notes(self) -> Any:
+        """The notes of the last export; see the base class."""
+        return self._guard.notes
+
+    def leave(self, notes: Any, tensors: Sequence[torch.Tensor]) -> None:
+        """Leaves what the model and the loss leave outside; see the base class."""
+        self._guard.leave(notes, tensors)
 
     def _check_options(self, optim_config: OptimizerConfig) -> None:
         if isinstance(optim_config, TorchOptimizerConfig) and not self._options.utils.share_weights:

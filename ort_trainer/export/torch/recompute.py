@@ -179,7 +179,7 @@ class _JointGraph:
         (end,) = self.graph.find_nodes(op="output")
         self.backward.discard(end)
         updates = (*found.buffer_updates.values(), *found.input_updates.values())
-        self.forward = _ancestors([*found.outputs, *updates])
+        self.forward = _ancestors([*found.outputs, *found.conditions, *updates])
         self.results = {*found.gradients.values()}
         drawn = (self.graph.find_nodes(op="call_function", target=operator) for operator in _DRAWN)
         self.random = frozenset(random).union(*drawn)

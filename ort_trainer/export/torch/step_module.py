@@ -16,6 +16,7 @@ from ...core.signatures import signature_of
 from ...options import ModelDescription
 from ..nested import Layout, argument_of, rebuild
 from .borrow import AssignedBuffers
+from .branches import Answers, Branches
 from .explain import forward_line
 from .outside.numbers import text_of
 from .outside.places import Place
@@ -88,6 +89,7 @@ class ExportedStep:
         carries: Whether tensors from outside are inputs of the graph, and those that a run leaves outside are results;
             otherwise they are constants, and what is left is dropped.
         numbers: Places of numbers that change from run to run.
+        answers: What a run of the step in PyTorch has read of values; None if there was none.
     """
 
     model: nn.Module
@@ -109,6 +111,7 @@ class ExportedStep:
     padding_mask: str = ""
     carries: bool = False
     numbers: frozenset[Place] = frozenset()
+    answers: Answers | None = None
 
     def autocast_for(self, sample: Sequence[torch.Tensor]) -> torch.autocast:
         """Returns PyTorch's autocast context for a sample's device, disabled without mixed precision."""
@@ -346,6 +349,8 @@ def _tensors(value: Any, model: nn.Module) -> Iterator[torch.Tensor]:
 class StepModule(nn.Module):
     """The step as a function: batch tensors in, described outputs out; only the loss requires grad.
 
+    While it is captured, the conditions on values that it meets come after the described outputs.
+
     Because the loss is the only differentiable output, the joint graph has one extra input, its tangent, which takes
     the loss scale.
 
@@ -353,6 +358,7 @@ class StepModule(nn.Module):
         hooks_of_parameters: Whether autograd runs the hooks of parameters, because it gets their gradients.
         recorder: Takes notes of what a run reads and leaves outside tensors.
         assigned: The buffers that a run replaces.
+        branches: Answers the conditions on values.
         carries: As in :class:`ExportedStep`.
         leaves: Whether the tensors that a run leaves outside are further results.
     """
@@ -369,15 +375,16 @@ class StepModule(nn.Module):
         self._labels = last if step.labels is None else step.labels
         self._outputs, self._loss_of_first = step.description.outputs, step.loss_of_first
         self.recorder, self.assigned = Recorder(self, step.numbers), AssignedBuffers(self)
+        self.branches = Branches(step.answers)
         self.carries, self.leaves = step.carries, False
 
     def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Runs the model and the loss function."""
-        with self.recorder.running():
+        """Runs the model and the loss function: outputs, what is left outside, conditions."""
+        with self.recorder.running(), self.branches.forward_pass(inputs) as conditions:
             with self.assigned.as_updates():
                 outputs = self.run(*inputs)
             left = self.recorder.leave(strict=self.leaves)
-            return (*outputs, *map(self.result, left)) if self.leaves else outputs
+            return (*outputs, *(map(self.result, left) if self.leaves else ()), *conditions)
 
     def outside(self) -> dict[str, torch.Tensor]:
         """Returns the tensors from outside that become inputs of the graph if it reads them, by name."""

@@ -50,6 +50,7 @@ class Guard:
 
     Attributes:
         memory: The model's own tensors, if the trainer works on them.
+        notes: Those of the last export; None if its runs leave nothing outside.
     """
 
     def __init__(
@@ -60,7 +61,9 @@ class Guard:
         self._modules = [self._model]
         if isinstance(loss_fn, nn.Module) and not isinstance(loss_fn, torch.jit.ScriptModule):
             self._modules.append(ModelWatch(loss_fn, (), [name for name, _ in loss_fn.named_parameters()]))
-        self._reads = Reads(Root(model, loss_fn))
+        self._root = Root(model, loss_fn)
+        self._reads = Reads(self._root)
+        self.notes: Notes | None = None
         self.memory = SharedTensors(model, self._model) if share else None
 
     def check(self, training: bool) -> tuple[Hashable, Named]:
@@ -76,11 +79,12 @@ class Guard:
     def noted(self, notes: Notes, training: bool) -> None:
         """Takes the notes of an export that was made in the present state."""
         self._reads.add(notes)
+        self.notes = notes if notes.leftovers.writes else None
 
-    def leave(self, tensors: Sequence[torch.Tensor]) -> None:
+    def leave(self, notes: Notes, tensors: Sequence[torch.Tensor]) -> None:
         """Leaves what a training step leaves outside."""
         with BORROWED:
-            self._reads.leave(tensors)
+            notes.leftovers.leave(self._root, tensors)
 
     @property
     def numbers(self) -> Collection[Place]:

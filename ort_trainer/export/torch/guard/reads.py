@@ -142,11 +142,6 @@ class Reads:
             known.fill_(value)
         return found
 
-    def leave(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Leaves outside what a run of a graph of the current variant leaves there."""
-        if self._last is not None and self._last.notes and self._last.notes[-1].leftovers.writes:
-            self._last.notes[-1].leftovers.leave(self._root, tensors)
-
     def _index(self, what: Any) -> int:
         key = repr(what)
         if key not in self._indices:

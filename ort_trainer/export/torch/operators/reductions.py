@@ -36,6 +36,16 @@ def _mean(
     return input.sum(list(axes), keepdim, dtype=dtype) / count
 
 
+@decomposition(aten._is_all_true.default)
+def _is_all_true(input: torch.Tensor) -> torch.Tensor:
+    return input.all()
+
+
+@decomposition(aten._is_any_true.default)
+def _is_any_true(input: torch.Tensor) -> torch.Tensor:
+    return input.any()
+
+
 @decomposition(aten.cumprod.default)
 def _cumprod(input: torch.Tensor, dim: int, *, dtype: torch.dtype | None = None) -> torch.Tensor:
     """Computes running products as products over a lower triangle: ONNX has no cumulative product."""
