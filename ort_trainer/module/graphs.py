@@ -28,6 +28,7 @@ from ..export.torch.model import recompute_options
 from ..export.torch.step_module import canonical_names
 from ..options import ORTTrainerOptions
 from ..step import Step
+from .fallback import NoGraphError, OptionError, SettlingError, refuse_uninitialized, settled
 from .passes import Call, Passes
 
 __all__ = ["CallGraphs"]
@@ -35,6 +36,8 @@ __all__ = ["CallGraphs"]
 _log = logging.getLogger(__name__)
 # Each costs an export; a module that fixes a size, or gets another constant in every call, must not export without end.
 _MAXIMUM_GRAPHS = 16
+# Calls that may change their module, as a first call does, before they count as a reason for no graph.
+_MAXIMUM_UNSETTLED = 2
 # Limit for remembered shapes.
 _MAXIMUM_CALLS = 1024
 
@@ -75,21 +78,29 @@ class CallGraphs:
 
     Attributes:
         exported: Called with the passes of each export.
+        refused: Kinds of calls for which no graph can be made, and why.
     """
 
     def __init__(self, module: nn.Module, options: ORTTrainerOptions) -> None:
         self._module, self._options = module, options
         self.exported: Callable[[Step, Sequence[Step]], None] | None = None
-        parameters = signature_of(module.forward).parameters.values()
+        self._unsettled = 0
+        self.forget()
+
+    def forget(self) -> None:
+        """Forgets all graphs, for a module that has other parts or another ``forward`` now."""
+        parameters = signature_of(self._module.forward).parameters.values()
         kinds = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
         self._names = [parameter.name for parameter in parameters if parameter.kind in kinds]
-        self._begin()
-
-    def _begin(self) -> None:
-        """Forgets all graphs, for a module that has other parts now."""
-        self._watch = ModelWatch(self._module, list(canonical_names(self._module)), (), own_modes=True)
+        self._watch: ModelWatch | None = None  # made in the next call: a lazy module has no parameters yet
         self._found: dict[Any, list[_Found]] = {}
         self._calls: dict[Any, tuple[_Found, Call]] = {}
+        self.refused: dict[Any, str] = {}
+
+    def _begin(self) -> ModelWatch:
+        refuse_uninitialized(self._module)
+        self._watch = ModelWatch(self._module, list(canonical_names(self._module)), (), own_modes=True)
+        return self._watch
 
     def find(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[_Found, Call, list[torch.Tensor]]:
         """Returns graphs, a call of them, and the values that it takes.
@@ -99,19 +110,20 @@ class CallGraphs:
             kwargs: Its keyword arguments.
 
         Raises:
-            ExportError: If the module can't be exported.
+            NoGraphError: If the module can't be exported for such calls.
             RuntimeError: If there are too many graphs.
+            SettlingError: If the call changes the module, as a first call may.
             TypeError: If an argument can't be used.
         """
         leaves: dict[str, torch.Tensor] = {}
         positional = tuple(flatten(self._name(at), value, leaves, objects=True) for at, value in enumerate(args))
         named = tuple((name, flatten(name, value, leaves, objects=True)) for name, value in kwargs.items())
         try:
-            variant = self._watch.variant(True)
+            variant = (self._watch or self._begin()).variant(True)
         except ModelChangedError as error:
             _log.info("exporting the module anew: %s", error)
-            self._begin()
-            variant = self._watch.variant(True)
+            self.forget()
+            variant = self._begin().variant(True)
         with_grad = torch.is_grad_enabled()
         autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
         key: list[Any] = [variant, positional, named, with_grad, autocast]
@@ -143,10 +155,12 @@ class CallGraphs:
         shapes = {name: tuple(value.shape) for name, value in leaves.items()}
         # Of the key, all but the sizes.
         kind = tuple(len(part) if isinstance(part, torch.Size) else part for part in key)
-        known = self._found.setdefault(kind, [])
+        known = self._found.get(kind, [])
         found = next((found for found in known if found.takes(shapes)), None)
         if found is None:
-            if sum(map(len, self._found.values())) >= _MAXIMUM_GRAPHS:
+            if kind in self.refused:
+                raise ExportError(self.refused[kind])
+            if sum(map(len, self._found.values())) + len(self.refused) >= _MAXIMUM_GRAPHS:
                 raise RuntimeError(
                     f"{type(self._module).__name__} has been exported {_MAXIMUM_GRAPHS} times, for different sizes, "
                     "modes, settings or constants among its arguments. Pass numbers that change as tensors, pad inputs "
@@ -160,13 +174,22 @@ class CallGraphs:
                     type(self._module).__name__,
                     ", ".join(map(str, description.inputs)),
                 )
-            found = self._export(leaves, description, key)
-            known.append(found)
+            try:
+                found = self._export(leaves, description, key)
+            except SettlingError as error:
+                self._unsettled += 1
+                if self._unsettled <= _MAXIMUM_UNSETTLED:
+                    raise
+                raise NoGraphError(kind) from ExportError(str(error))
+            except Exception as error:
+                raise NoGraphError(kind) from error
+            self._found.setdefault(kind, []).append(found)
         return found, Call(found.passes, shapes)
 
     def _export(self, leaves: Mapping[str, torch.Tensor], description: CallDescription, key: tuple[Any, ...]) -> _Found:
         _, positional, named, with_grad, autocast, *_ = key
-        module, options = self._module, self._options
+        module, options, watch = self._module, self._options, self._watch
+        assert watch is not None  # it has numbered the variant in the key
         device = _device_of([*leaves.values(), *module.parameters(), *module.buffers()])
         if device.type not in ("cpu", "cuda"):
             raise ValueError(f"ORTModule runs on the CPU or on CUDA, but the module is on {device}: move it")
@@ -177,8 +200,8 @@ class CallGraphs:
             model=module,
             description=description,
             loss_fn=None,
-            trainable=self._watch.trainable if with_grad else frozenset(),
-            modes=self._watch.modes or {},
+            trainable=watch.trainable if with_grad else frozenset(),
+            modes=watch.modes or {},
             autocast=autocast,
             kernels=self._kernels(device),
             opset=options._internal_use.onnx_opset_version,
@@ -193,7 +216,7 @@ class CallGraphs:
             call,
             cached=options.utils.cache_exports,
             tolerates=options.tolerates,
-            depends_on_modes=self._watch.depends_on_modes,
+            depends_on_modes=watch.depends_on_modes,
         )
         forward, backward = builder.build_call(sample)
         if len(outputs) != len(forward.outputs):
@@ -212,7 +235,7 @@ class CallGraphs:
         if device.type == "cpu":
             return chosen
         if chosen in ("pytorch", "compiled"):
-            raise ValueError(f"utils.kernels is {chosen!r}, but the module is not on the CPU: set it to 'auto'")
+            raise OptionError(f"utils.kernels is {chosen!r}, but the module is not on the CPU: set it to 'auto'")
         return "onnxruntime"
 
     def _load(self, step: Step, memory: TorchMemory) -> GraphRunner:
@@ -233,7 +256,9 @@ class CallGraphs:
         """Runs the module once, without a trace, to see what it returns."""
         args = [rebuild(layout, copies) for layout in positional]
         kwargs = {name: rebuild(layout, copies) for name, layout in named.items()}
-        with BORROWED, borrowed(self._module, (), self._module.training, self._watch.modes), torch.random.fork_rng([]):
+        modes = self._watch.modes if self._watch else None
+        restored = borrowed(self._module, (), self._module.training, modes)
+        with BORROWED, restored, torch.random.fork_rng([]), settled(self._module):
             return self._module(*args, **kwargs)
 
 

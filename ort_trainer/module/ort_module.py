@@ -11,6 +11,7 @@ from torch import nn
 
 from ..core.errors import shown
 from ..options import ORTTrainerOptions
+from .fallback import AT_RUN_TIME, Fallback, NoGraphError, foreign_context, policy_of
 from .graphs import CallGraphs
 
 __all__ = ["ORTModule"]
@@ -21,7 +22,7 @@ _SHARED = (
     *("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"),
     *("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
 )
-_OWN = frozenset({*vars(nn.Module()), *("forward", "module", "_graphs", "_given")})
+_OWN = frozenset({*vars(nn.Module()), *("forward", "module", "_graphs", "_given", "_fallback")})
 
 
 _SPECIAL = ("__len__", "__getitem__", "__setitem__", "__delitem__", "__iter__", "__contains__")
@@ -54,13 +55,16 @@ class ORTModule(nn.Module):
             ``cache_exports`` and ``memory_efficient_gradient``; ``graph_transformer``, with what is computed again in
             the backward pass; ``debug.deterministic_compute``; with ONNX Runtime's kernels, ``session_options``,
             ``provider_options`` and ``_internal_use.onnx_opset_version``.
+        fallback: What a call does if no graph can run it. ``"warn"``: PyTorch runs it, with a warning that says why.
+            ``"error"``: it raises. None: what the environment variable ``ORTMODULE_FALLBACK_POLICY`` says, otherwise
+            ``"warn"``.
 
     Attributes:
         module: The module inside.
 
     Raises:
         TypeError: If it is not a module, or a wrapped one.
-        ValueError: If an option has no effect here.
+        ValueError: If an option has no effect here, or the policy is unknown.
 
     Example:
         >>> model = ORTModule(model)
@@ -75,7 +79,12 @@ class ORTModule(nn.Module):
         special = {name: _special(name) for name in _SPECIAL if hasattr(type(module), name)}
         return super().__new__(type(cls.__name__, (cls,), special) if special else cls)
 
-    def __init__(self, module: nn.Module, options: ORTTrainerOptions | Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        options: ORTTrainerOptions | Mapping[str, Any] | None = None,
+        fallback: str | None = None,
+    ) -> None:
         _check(module)
         modes = module.training
         vars(self)["module"] = module
@@ -85,13 +94,35 @@ class ORTModule(nn.Module):
             vars(self)[key] = vars(module)[key]
         vars(self)["_given"] = options
         vars(self)["_graphs"] = CallGraphs(module, _checked(options))
+        vars(self)["_fallback"] = Fallback(module, policy_of(fallback))
         # Others replace it, as accelerate does for mixed precision, and read its signature.
         vars(self)["forward"] = functools.update_wrapper(functools.partial(ORTModule._run, self), module.forward)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         """Returns what the module returns."""
-        found, call, values = self._graphs.find(args, kwargs)
-        return found.result(call(values))
+        context = foreign_context()
+        if context:
+            return self._fallback.run_inside(context, args, kwargs)
+        kind: Any = None
+        try:
+            found, call, values = self._graphs.find(args, kwargs)
+        except NoGraphError as error:
+            kind, reason = error.kind, error.__cause__
+        except Exception as error:
+            reason = error
+        else:
+            try:
+                return found.result(call(values))
+            except AT_RUN_TIME as error:
+                reason = error
+        try:
+            assert isinstance(reason, Exception)
+            result = self._fallback.run(reason, args, kwargs)
+            if kind is not None:  # and PyTorch could run it, so the arguments are not to blame
+                self._graphs.refused[kind] = str(reason)
+            return result
+        finally:
+            del reason  # whose traceback holds this frame, and so the arguments
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
@@ -161,7 +192,7 @@ class ORTModule(nn.Module):
         return sorted({*dir(type(self)), *vars(self), *dir(self.module)})
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return ORTModule, (self.module, self._given)
+        return ORTModule, (self.module, self._given, self._fallback.policy)
 
     def __repr__(self) -> str:
         return f"ORTModule({self.module!r})"
