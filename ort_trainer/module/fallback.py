@@ -30,8 +30,10 @@ __all__ = [
     "OptionError",
     "SettlingError",
     "foreign_context",
+    "is_running",
     "policy_of",
     "refuse_uninitialized",
+    "running",
     "settled",
 ]
 
@@ -89,6 +91,28 @@ class OptionError(ValueError):
     """Options that don't fit the module or the machine, which is an error with every policy."""
 
 
+_RUNNING: set[tuple[int, int]] = set()
+
+
+@contextlib.contextmanager
+def running(module: nn.Module) -> Iterator[None]:
+    """Says that a module runs in this thread, in PyTorch or for a capture."""
+    entry = (threading.get_ident(), id(module))
+    if entry in _RUNNING:
+        yield
+        return
+    _RUNNING.add(entry)
+    try:
+        yield
+    finally:
+        _RUNNING.remove(entry)
+
+
+def is_running(module: nn.Module) -> bool:
+    """Returns whether a call comes from inside the module, by a function that was assigned to its ``forward``."""
+    return bool(_RUNNING) and (threading.get_ident(), id(module)) in _RUNNING
+
+
 def policy_of(given: Any) -> str:
     """Returns a policy: the argument, or what the environment variable of the legacy ``ORTModule`` says, or "warn".
 
@@ -133,10 +157,12 @@ class Fallback:
 
     Attributes:
         policy: As given.
+        entered: Whether a call has come as far as to look for graphs, since this was last set to False.
     """
 
     def __init__(self, module: nn.Module, policy: str) -> None:
         self._module, self.policy = module, policy
+        self.entered = False
         self._warned: set[str] = set()
 
     def run(self, reason: Exception, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -154,10 +180,11 @@ class Fallback:
             raise reason
         if self.policy == "error" and not isinstance(reason, SettlingError):
             raise reason
-        result = self._module(*args, **kwargs)
+        with running(self._module):
+            result = self._module(*args, **kwargs)
         # Only now: if PyTorch raises, too, the error is the user's, and the graph's reason would distract from it.
         if not isinstance(reason, SettlingError):
-            self._warn(str(reason))
+            self.warn(str(reason))
         return result
 
     def run_inside(self, context: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -166,10 +193,14 @@ class Fallback:
             reason = f"it is called inside {context}, which needs PyTorch's own operators"
             if self.policy == "error":
                 raise RuntimeError(f"{type(self._module).__name__} can't run as a graph: {reason}")
-            self._warn(reason)
-        return self._module(*args, **kwargs)
+            self.warn(reason)
+        if "forward" not in vars(self._module):  # so it can't come back here; torch.compile can't record what follows
+            return self._module(*args, **kwargs)
+        with running(self._module):
+            return self._module(*args, **kwargs)
 
-    def _warn(self, reason: str) -> None:
+    def warn(self, reason: str) -> None:
+        """Warns, once for each reason, that PyTorch runs a call."""
         if reason in self._warned or len(self._warned) >= _MAXIMUM_WARNINGS:
             return
         self._warned.add(reason)

@@ -28,7 +28,7 @@ from ..export.torch.model import recompute_options
 from ..export.torch.step_module import canonical_names
 from ..options import ORTTrainerOptions
 from ..step import Step
-from .fallback import NoGraphError, OptionError, SettlingError, refuse_uninitialized, settled
+from .fallback import NoGraphError, OptionError, SettlingError, refuse_uninitialized, running, settled
 from .passes import Call, Passes
 
 __all__ = ["CallGraphs"]
@@ -92,6 +92,7 @@ class CallGraphs:
         parameters = signature_of(self._module.forward).parameters.values()
         kinds = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
         self._names = [parameter.name for parameter in parameters if parameter.kind in kinds]
+        self._forward = vars(self._module).get("forward")
         self._watch: ModelWatch | None = None  # made in the next call: a lazy module has no parameters yet
         self._found: dict[Any, list[_Found]] = {}
         self._calls: dict[Any, tuple[_Found, Call]] = {}
@@ -115,6 +116,8 @@ class CallGraphs:
             SettlingError: If the call changes the module, as a first call may.
             TypeError: If an argument can't be used.
         """
+        if vars(self._module).get("forward") is not self._forward:  # another one was assigned
+            self.forget()
         leaves: dict[str, torch.Tensor] = {}
         positional = tuple(flatten(self._name(at), value, leaves, objects=True) for at, value in enumerate(args))
         named = tuple((name, flatten(name, value, leaves, objects=True)) for name, value in kwargs.items())
@@ -175,7 +178,8 @@ class CallGraphs:
                     ", ".join(map(str, description.inputs)),
                 )
             try:
-                found = self._export(leaves, description, key)
+                with running(self._module):
+                    found = self._export(leaves, description, key)
             except SettlingError as error:
                 self._unsettled += 1
                 if self._unsettled <= _MAXIMUM_UNSETTLED:
