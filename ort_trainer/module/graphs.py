@@ -28,6 +28,18 @@ from ..export.torch.model import recompute_options
 from ..export.torch.step_module import canonical_names
 from ..options import ORTTrainerOptions
 from ..step import Step
+from .arguments import (
+    Link,
+    as_before,
+    clone,
+    links,
+    merged,
+    order_of,
+    private,
+    refuse_shared_memory,
+    refuse_subclasses,
+    without_reading_memory,
+)
 from .fallback import NoGraphError, OptionError, SettlingError, refuse_uninitialized, running, settled
 from .passes import Call, Passes
 
@@ -52,6 +64,8 @@ class _Found:
         state: The dict and the key of every parameter and buffer that they take, in order.
         outputs: Names of what they return, in the layout.
         layout: How the module's result is made from their outputs.
+        links: Outputs that share their memory with others, or with what the graphs take.
+        changes_inputs: Whether they change inputs in place.
     """
 
     description: CallDescription
@@ -59,9 +73,15 @@ class _Found:
     state: list[tuple[dict[str, Any], str]]
     outputs: list[str]
     layout: Layout
+    links: list[Link]
+    changes_inputs: bool
 
-    def result(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """Returns what the module returns, from the tensors in it."""
+    def result(self, tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> Any:
+        """Returns what the module returns, from the tensors in it, and from what the graphs took."""
+        if self.links:
+            tensors = list(tensors)
+            for link in self.links:
+                link.apply(tensors, values)
         return rebuild(self.layout, dict(zip(self.outputs, tensors, strict=True)))
 
     def takes(self, shapes: Mapping[str, tuple[int, ...]]) -> bool:
@@ -121,6 +141,10 @@ class CallGraphs:
         leaves: dict[str, torch.Tensor] = {}
         positional = tuple(flatten(self._name(at), value, leaves, objects=True) for at, value in enumerate(args))
         named = tuple((name, flatten(name, value, leaves, objects=True)) for name, value in kwargs.items())
+        if len(set(map(id, leaves.values()))) < len(leaves):
+            layouts = merged([*positional, *(layout for _, layout in named)], leaves)
+            positional, of_names = layouts[: len(args)], layouts[len(args) :]
+            named = tuple(zip(kwargs, of_names, strict=True))
         try:
             variant = (self._watch or self._begin()).variant(True)
         except ModelChangedError as error:
@@ -131,7 +155,7 @@ class CallGraphs:
         autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
         key: list[Any] = [variant, positional, named, with_grad, autocast]
         for value in leaves.values():
-            key += (value.shape, value.dtype, value.requires_grad)
+            key += (value.shape, value.dtype, value.requires_grad, value.is_contiguous() or order_of(value))
         try:
             known = self._calls.get(tuple(key))
         except TypeError as error:
@@ -147,6 +171,8 @@ class CallGraphs:
             self._calls[tuple(key)] = known
         found, call = known
         values = [tensors[name] for tensors, name in found.state]
+        if found.changes_inputs:
+            refuse_shared_memory(leaves, values)
         values += leaves.values()
         return found, call, values
 
@@ -197,8 +223,10 @@ class CallGraphs:
         device = _device_of([*leaves.values(), *module.parameters(), *module.buffers()])
         if device.type not in ("cpu", "cuda"):
             raise ValueError(f"ORTModule runs on the CPU or on CUDA, but the module is on {device}: move it")
+        refuse_subclasses(leaves)
         outputs: dict[str, torch.Tensor] = {}
-        result = self._result(positional, dict(named), {name: value.clone() for name, value in leaves.items()})
+        copies = {name: clone(value) for name, value in leaves.items()}
+        result = self._result(positional, dict(named), copies)
         layout = flatten("output", result, outputs, objects=True)
         call = ExportedCall(
             model=module,
@@ -232,7 +260,9 @@ class CallGraphs:
             self.exported(forward, backward)
         memory = TorchMemory(device)
         passes = Passes(forward, backward, functools.partial(self._load, memory=memory), memory)
-        return _Found(description, passes, [self._place(name) for name in forward.state], list(outputs), layout)
+        state = [self._place(name) for name in forward.state]
+        linked = links(list(outputs.values()), [*(owner[name] for owner, name in state), *copies.values()])
+        return _Found(description, passes, state, list(outputs), layout, linked, bool(forward.input_updates))
 
     def _kernels(self, device: torch.device) -> str:
         chosen = self._options.utils.kernels
@@ -258,12 +288,17 @@ class CallGraphs:
         self, positional: Sequence[Layout], named: Mapping[str, Layout], copies: Mapping[str, torch.Tensor]
     ) -> Any:
         """Runs the module once, without a trace, to see what it returns."""
-        args = [rebuild(layout, copies) for layout in positional]
-        kwargs = {name: rebuild(layout, copies) for name, layout in named.items()}
+        layouts = {self._name(at): private(layout) for at, layout in enumerate(positional)}
+        layouts |= {name: private(layout) for name, layout in named.items()}
+        values = {name: rebuild(layout, copies) for name, layout in layouts.items()}
+        args, kwargs = list(values.values())[: len(positional)], {name: values[name] for name in named}
         modes = self._watch.modes if self._watch else None
         restored = borrowed(self._module, (), self._module.training, modes)
-        with BORROWED, restored, torch.random.fork_rng([]), settled(self._module):
-            return self._module(*args, **kwargs)
+        watched = settled(self._module), without_reading_memory(copies)
+        with BORROWED, restored, torch.random.fork_rng([]), watched[0], watched[1]:
+            result = self._module(*args, **kwargs)
+        as_before(layouts, values, copies)
+        return result
 
 
 def _device_of(tensors: Sequence[torch.Tensor]) -> torch.device:

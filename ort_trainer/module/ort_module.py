@@ -118,7 +118,7 @@ class ORTModule(nn.Module):
             reason = error
         else:
             try:
-                return found.result(call(values))
+                return found.result(call(values), values)
             except AT_RUN_TIME as error:
                 reason = error
         try:
