@@ -49,7 +49,7 @@ _log = logging.getLogger(__name__)
 # Each costs an export; a module that fixes a size, or gets another constant in every call, must not export without end.
 _MAXIMUM_GRAPHS = 16
 # Calls that may change their module, as a first call does, before they count as a reason for no graph.
-_MAXIMUM_UNSETTLED = 2
+_MAXIMUM_UNSETTLED = 3
 # Limit for remembered shapes.
 _MAXIMUM_CALLS = 1024
 
