@@ -23,9 +23,10 @@ __all__ = ["DebugOptions", "LogLevel", "ORTModule"]
 # Environment variables with an effect here, and those whose effect is what happens anyway, with the value for that.
 _HONOURED = (
     *("ORTMODULE_LOG_LEVEL", "ORTMODULE_SAVE_ONNX_PATH"),
-    *("ORTMODULE_ONNX_OPSET_VERSION", "ORTMODULE_MEMORY_OPT_LEVEL"),
+    *("ORTMODULE_ONNX_OPSET_VERSION", "ORTMODULE_MEMORY_OPT_LEVEL", "ORTMODULE_FALLBACK_POLICY"),
 )
-_ANYWAY = {"ORTMODULE_FALLBACK_POLICY": "FALLBACK_DISABLE", "ORTMODULE_SKIPCHECK_POLICY": "SKIP_CHECK_DISABLED"}
+# A failed export is not tried again for calls of the same kind, as without retries; others have their graphs.
+_ANYWAY = {"ORTMODULE_FALLBACK_RETRY": ("false", "0", "no"), "ORTMODULE_SKIPCHECK_POLICY": ("skip_check_disabled",)}
 
 
 class LogLevel(IntEnum):
@@ -153,11 +154,11 @@ def _warn_of_idle_variables(environment: Mapping[str, str] = os.environ) -> None
     idle = [
         name
         for name, value in sorted(environment.items())
-        if name.startswith("ORTMODULE_") and name not in _HONOURED and _ANYWAY.get(name) != value
+        if name.startswith("ORTMODULE_") and name not in _HONOURED and value.lower() not in _ANYWAY.get(name, ())
     ]
     if idle and not _warned.is_set():
         _warned.set()
         warn(
-            f"the environment variables {idle} have no effect on ort_trainer's ORTModule: it never falls back to "
-            "PyTorch, checks the module in every call, and caches exports as ORT_TRAINER_CACHE says"
+            f"the environment variables {idle} have no effect on ort_trainer's ORTModule: it checks the module in "
+            "every call, tries an export once for each kind of call, and caches exports as ORT_TRAINER_CACHE says"
         )

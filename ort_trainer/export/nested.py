@@ -7,19 +7,24 @@ argument can be rebuilt. Other values in a layout are constants of the graph: No
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+import math
+import types
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
-__all__ = ["Layout", "argument_of", "constants_of", "default_layout", "flatten", "has_tensors", "rebuild"]
+__all__ = ["Layout", "argument_of", "constants_of", "default_layout", "flatten", "has_tensors", "mapped", "rebuild"]
 
 Layout = tuple[Any, ...]
 """``("tensor", input name)``, ``("value", type, value)``, or a container's kind with the layouts of its parts; of an
 object ``("object", type, parts)``, of a mapping that is more than a dict ``("mapping", type, parts)``."""
 
 _PLAIN = (type(None), bool, int, float, str)
+# They have no state, though they are compared by identity.
+_STATELESS = (type, torch.dtype, torch.layout, torch.memory_format, types.BuiltinFunctionType, types.ModuleType)
+_INCOMPARABLE: list[Any] = []  # it has no hash, so a layout with it is no key
 _DEEPEST = 8
 
 
@@ -45,6 +50,8 @@ def flatten(name: str, value: Any, leaves: dict[str, Any], objects: bool = False
         leaves[name] = value
         return ("tensor", name)
     if type(value) in _PLAIN:
+        if type(value) is float and (value == 0.0 or value != value):
+            return _float(value)
         return ("value", type(value), value)
     if isinstance(value, PackedSequence):
         raise TypeError(
@@ -75,7 +82,63 @@ def _flatten_object(name: str, value: Any, leaves: dict[str, Any]) -> Layout:
         if held:
             leaves.update(held)
             return ("object", type(value), parts)
-    return ("value", type(value), value)
+    return ("value", type(value), value, *_state_of(name, value))
+
+
+def _float(value: float) -> Layout:
+    """Returns the layout of a zero, whose sign == does not see, or of a NaN, which == finds different from itself."""
+    if value != value:
+        return ("value", float, math.nan)
+    return ("value", float, value, "-") if math.copysign(1.0, value) < 0 else ("value", float, value)
+
+
+def _state_of(name: str, value: Any) -> tuple[Any, ...]:
+    """Returns what a constant may change without becoming another object; empty for one that == compares.
+
+    It makes a layout differ from an earlier one of the same object. What is not known gives a layout without a hash.
+    """
+    kind = type(value)
+    if isinstance(value, types.FunctionType):
+        held = {str(index): cell for index, cell in enumerate(value.__closure__ or ())}
+        try:
+            held = {key: cell.cell_contents for key, cell in held.items()}
+        except ValueError:  # not assigned yet
+            return (_INCOMPARABLE,)
+    elif isinstance(value, types.MethodType) or name.count(".") > _DEEPEST:
+        return (_INCOMPARABLE,)
+    elif _is_compared(kind) or kind is object or isinstance(value, _STATELESS):
+        return ()
+    elif isinstance(value, torch.nn.Module) or hasattr(value, "__next__") or callable(value):
+        return (_INCOMPARABLE,)
+    else:
+        slots = [key for base in kind.__mro__ for key in _names_of(vars(base).get("__slots__", ()))]
+        if not slots and not hasattr(value, "__dict__"):
+            return (_INCOMPARABLE,)
+        held = {**getattr(value, "__dict__", {}), **{key: getattr(value, key) for key in slots if hasattr(value, key)}}
+    leaves: dict[str, Any] = {}
+    parts = tuple((key, flatten(f"{name}.{key}", entry, leaves, True)) for key, entry in held.items())
+    return (_INCOMPARABLE,) if leaves else (parts,) if parts else ()
+
+
+def _is_compared(kind: type[Any]) -> bool:
+    """Returns whether a class says which of its objects are equal, and that they stay so."""
+    own: Any = kind.__hash__
+    return own is not object.__hash__
+
+
+def _names_of(slots: Any) -> list[str]:
+    names = [slots] if isinstance(slots, str) else list(slots)
+    return [name for name in names if name not in ("__dict__", "__weakref__")]
+
+
+def mapped(layout: Layout, function: Callable[[Layout], Layout]) -> Layout:
+    """Returns a layout whose tensors and values a function has replaced."""
+    kind, parts = layout[0], layout[-1]
+    if kind in ("tensor", "value"):
+        return function(layout)
+    if kind in ("dict", "mapping", "object"):
+        return (*layout[:-1], tuple((key, mapped(part, function)) for key, part in parts))
+    return (*layout[:-1], tuple(mapped(part, function) for part in parts))
 
 
 def rebuild(layout: Layout, tensors: Mapping[str, torch.Tensor]) -> Any:

@@ -26,12 +26,25 @@ from ..export.torch.describe import input_shapes
 from ..export.torch.guard import ModelChangedError, ModelWatch
 from ..export.torch.guard.reads import Reads, Root
 from ..export.torch.model import recompute_options
-from ..export.torch.outside.leftovers import decode
+from ..export.torch.outside.leftovers import decode, encode
 from ..export.torch.outside.notes import Notes
 from ..export.torch.outside.recorder import Recorder
 from ..export.torch.step_module import canonical_names
 from ..options import ORTTrainerOptions
 from ..step import Step
+from .arguments import (
+    Link,
+    as_before,
+    clone,
+    links,
+    merged,
+    order_of,
+    private,
+    refuse_shared_memory,
+    refuse_subclasses,
+    without_reading_memory,
+)
+from .fallback import NoGraphError, OptionError, SettlingError, refuse_uninitialized, running, settled
 from .passes import Call, Passes
 
 __all__ = ["CallGraphs"]
@@ -39,6 +52,8 @@ __all__ = ["CallGraphs"]
 _log = logging.getLogger(__name__)
 # Each costs an export; a module that fixes a size, or gets another constant in every call, must not export without end.
 _MAXIMUM_GRAPHS = 16
+# Calls that may change their module, as a first call does, before they count as a reason for no graph.
+_MAXIMUM_UNSETTLED = 3
 # Limit for remembered shapes.
 _MAXIMUM_CALLS = 1024
 
@@ -51,26 +66,38 @@ class _Found:
         description: The inputs that they were exported for.
         passes: The graphs.
         state: The dict and the key of every parameter, buffer and tensor from outside that they take, in order.
-        results: How the module's result is made from their outputs.
-        root: Where places begin.
+        results: Makes the module's result from the tensors in it.
         notes: What the module leaves outside, and more.
+        root: Where places begin.
+        links: Outputs that share their memory with others, or with what the graphs take.
+        changes_inputs: Whether they change inputs in place.
     """
 
     description: CallDescription
     passes: Passes
     state: list[tuple[dict[str, Any], str]]
     results: Callable[[Sequence[torch.Tensor]], Any]
-    root: Root
     notes: Notes
+    root: Root
+    links: list[Link]
+    changes_inputs: bool
 
-    def result(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """Returns what the module returns, from the results of a call, and leaves outside what the module leaves."""
+    def result(self, tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> Any:
+        """Returns what the module returns, and leaves outside what it leaves.
+
+        Args:
+            tensors: What the graphs returned.
+            values: What they took.
+        """
         left = self.notes.leftovers
+        own = len(tensors) - left.tensors
         if left.writes:
-            own = len(tensors) - left.tensors
             left.leave(self.root, tensors[own:])
-            tensors = tensors[:own]
-        return self.results(tensors)
+        if self.links:
+            tensors = list(tensors)
+            for link in self.links:
+                link.apply(tensors, values)
+        return self.results(tensors[:own] if left.tensors else tensors)
 
     def takes(self, shapes: Mapping[str, tuple[int, ...]]) -> bool:
         """Returns whether the graphs are valid for inputs of these shapes."""
@@ -86,24 +113,32 @@ class CallGraphs:
 
     Attributes:
         exported: Called with the passes of each export.
+        refused: Kinds of calls for which no graph can be made, and why.
     """
 
     def __init__(self, module: nn.Module, options: ORTTrainerOptions) -> None:
         self._module, self._options = module, options
         self.exported: Callable[[Step, Sequence[Step]], None] | None = None
-        parameters = signature_of(module.forward).parameters.values()
+        self._unsettled = 0
+        self.forget()
+
+    def forget(self) -> None:
+        """Forgets all graphs, for a module that has other parts or another ``forward`` now."""
+        parameters = signature_of(self._module.forward).parameters.values()
         kinds = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
         self._names = [parameter.name for parameter in parameters if parameter.kind in kinds]
-        self._begin()
+        self._forward = vars(self._module).get("forward")
+        self._watch: ModelWatch | None = None  # made in the next call: a lazy module has no parameters yet
+        self._found: dict[Any, list[_Found]] = {}
+        self._calls: dict[Any, tuple[_Found, Call]] = {}
+        self.refused: dict[Any, str] = {}
 
-    def _begin(self) -> None:
-        """Forgets all graphs, for a module that has other parts now."""
+    def _begin(self) -> ModelWatch:
+        refuse_uninitialized(self._module)
         self._watch = ModelWatch(self._module, list(canonical_names(self._module)), (), own_modes=True)
         self._reads = Reads(Root(self._module))
         self._outside: dict[str, torch.Tensor] = {}
-        self._notes: list[Notes] = []
-        self._found: dict[Any, list[_Found]] = {}
-        self._calls: dict[Any, tuple[_Found, Call]] = {}
+        return self._watch
 
     def find(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[_Found, Call, list[torch.Tensor]]:
         """Returns graphs, a call of them, and the values that it takes.
@@ -113,26 +148,33 @@ class CallGraphs:
             kwargs: Its keyword arguments.
 
         Raises:
-            ExportError: If the module can't be exported.
+            NoGraphError: If the module can't be exported for such calls.
             RuntimeError: If there are too many graphs.
+            SettlingError: If the call changes the module, as a first call may.
             TypeError: If an argument can't be used.
         """
+        if vars(self._module).get("forward") is not self._forward:  # another one was assigned
+            self.forget()
         leaves: dict[str, torch.Tensor] = {}
         positional = tuple(flatten(self._name(at), value, leaves, objects=True) for at, value in enumerate(args))
         named = tuple((name, flatten(name, value, leaves, objects=True)) for name, value in kwargs.items())
+        leaves = {name: readable(name, value) for name, value in leaves.items()}
+        if len(set(map(id, leaves.values()))) < len(leaves):
+            layouts = merged([*positional, *(layout for _, layout in named)], leaves)
+            positional, of_names = layouts[: len(args)], layouts[len(args) :]
+            named = tuple(zip(kwargs, of_names, strict=True))
         try:
-            structure = self._watch.variant(True)
+            structure = (self._watch or self._begin()).variant(True)
         except ModelChangedError as error:
             _log.info("exporting the module anew: %s", error)
-            self._begin()
-            structure = self._watch.variant(True)
+            self.forget()
+            structure = self._begin().variant(True)
         variant = self._reads.variant(structure)
         with_grad = torch.is_grad_enabled()
         autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
         key: list[Any] = [variant, positional, named, with_grad, autocast]
-        leaves = {name: readable(name, value) for name, value in leaves.items()}
         for value in leaves.values():
-            key += (value.shape, value.dtype, value.requires_grad)
+            key += (value.shape, value.dtype, value.requires_grad, value.is_contiguous() or order_of(value))
         try:
             known = self._calls.get(tuple(key))
         except TypeError as error:
@@ -150,6 +192,8 @@ class CallGraphs:
         if found.notes.tensors or found.notes.scalars:
             self._outside.update(self._reads.carried())
         values = [tensors[name] for tensors, name in found.state]
+        if found.changes_inputs:
+            refuse_shared_memory(leaves, values)
         values += leaves.values()
         return found, call, values
 
@@ -161,10 +205,12 @@ class CallGraphs:
         shapes = {name: tuple(value.shape) for name, value in leaves.items()}
         # Of the key, all but the sizes.
         kind = tuple(len(part) if isinstance(part, torch.Size) else part for part in key)
-        known = self._found.setdefault(kind, [])
+        known = self._found.get(kind, [])
         found = next((found for found in known if found.takes(shapes)), None)
         if found is None:
-            if sum(map(len, self._found.values())) >= _MAXIMUM_GRAPHS:
+            if kind in self.refused:
+                raise ExportError(self.refused[kind])
+            if sum(map(len, self._found.values())) + len(self.refused) >= _MAXIMUM_GRAPHS:
                 raise RuntimeError(
                     f"{type(self._module).__name__} has been exported {_MAXIMUM_GRAPHS} times, for different sizes, "
                     "modes, settings or constants among its arguments. Pass numbers that change as tensors, pad inputs "
@@ -178,22 +224,35 @@ class CallGraphs:
                     type(self._module).__name__,
                     ", ".join(map(str, description.inputs)),
                 )
-            found = self._export(leaves, description, key)
-            known.append(found)
+            try:
+                with running(self._module):
+                    found = self._export(leaves, description, key)
+            except SettlingError as error:
+                self._unsettled += 1
+                if self._unsettled <= _MAXIMUM_UNSETTLED:
+                    raise
+                raise NoGraphError(kind) from ExportError(str(error))
+            except Exception as error:
+                raise NoGraphError(kind) from error
+            self._found.setdefault(kind, []).append(found)
         return found, Call(found.passes, shapes)
 
     def _export(self, leaves: Mapping[str, torch.Tensor], description: CallDescription, key: tuple[Any, ...]) -> _Found:
         _, positional, named, with_grad, autocast, *_ = key
-        module, options = self._module, self._options
+        module, options, watch = self._module, self._options, self._watch
+        assert watch is not None  # it has numbered the variant in the key
         device = _device_of([*leaves.values(), *module.parameters(), *module.buffers()])
         if device.type not in ("cpu", "cuda"):
             raise ValueError(f"ORTModule runs on the CPU or on CUDA, but the module is on {device}: move it")
+        refuse_subclasses(leaves)
+        copies = {name: clone(value) for name, value in leaves.items()}
+        result = self._result(positional, dict(named), copies)
         call = ExportedCall(
             model=module,
             description=description,
             loss_fn=None,
-            trainable=self._watch.trainable if with_grad else frozenset(),
-            modes=self._watch.modes or {},
+            trainable=watch.trainable if with_grad else frozenset(),
+            modes=watch.modes or {},
             autocast=autocast,
             kernels=self._kernels(device),
             opset=options._internal_use.onnx_opset_version,
@@ -210,50 +269,53 @@ class CallGraphs:
             call,
             cached=options.utils.cache_exports,
             tolerates=options.tolerates,
-            depends_on_modes=self._watch.depends_on_modes,
-            noted=lambda notes, _: self._notes.append(notes),
+            depends_on_modes=watch.depends_on_modes,
+            noted=lambda notes, _: noted.append(notes),
         )
+        noted: list[Notes] = []
         forward, backward = builder.build_call(sample)
-        notes = self._notes.pop()
+        notes = noted[-1]
         self._reads.add(notes)
-        own = len(forward.outputs) - notes.leftovers.tensors
-        results = self._results(notes, own, positional, dict(named), leaves)
+        outputs, results = self._results(result, notes)
+        if len(outputs) != len(forward.outputs) - notes.leftovers.tensors:
+            raise ExportError(
+                f"forward() of {type(module).__name__} returns {len(outputs)} tensors, but "
+                f"{len(forward.outputs) - notes.leftovers.tensors} while it is captured: it must not ask whether it is "
+                "compiled or exported"
+            )
         if self.exported is not None:
             self.exported(forward, backward)
         memory = TorchMemory(device)
         passes = Passes(forward, backward, functools.partial(self._load, memory=memory), memory)
         outside = {*notes.tensors, *notes.scalars}
+        self._outside.update(self._reads.carried())
         state = [(self._outside, name) if name in outside else self._place(name) for name in forward.state]
-        return _Found(description, passes, state, results, Root(module), notes)
+        linked = links(outputs, [*(owner[name] for owner, name in state), *copies.values()])
+        changes_inputs = bool(forward.input_updates)
+        return _Found(description, passes, state, results, notes, Root(module), linked, changes_inputs)
 
-    def _results(
-        self,
-        notes: Notes,
-        count: int,
-        positional: Sequence[Layout],
-        named: Mapping[str, Layout],
-        leaves: Mapping[str, torch.Tensor],
-    ) -> Callable[[Sequence[torch.Tensor]], Any]:
-        """Returns the function that makes the module's result of the tensors in it."""
-        root, code = Root(self._module), notes.result
+    def _results(self, result: Any, notes: Notes) -> tuple[list[torch.Tensor], Callable[[Sequence[torch.Tensor]], Any]]:
+        """Returns the tensors in a result of the module, and the function that makes a result of others.
+
+        Args:
+            result: What the module returned on trial.
+            notes: The notes of the export.
+        """
+        code, root = notes.result, Root(self._module)
         if code is not None:
-            return lambda tensors: decode(code, tensors, root)
-        outputs: dict[str, torch.Tensor] = {}
-        result = self._result(positional, named, {name: value.clone() for name, value in leaves.items()})
-        layout = flatten("output", result, outputs, objects=True)
-        if len(outputs) != count:
-            raise ExportError(
-                f"forward() of {type(self._module).__name__} returns {len(outputs)} tensors, but {count} while it is "
-                "captured: it must not ask whether it is compiled or exported"
-            )
-        return lambda tensors: rebuild(layout, dict(zip(outputs, tensors, strict=True)))
+            outputs: list[torch.Tensor] = []
+            encode(result, outputs, {})
+            return outputs, lambda tensors: decode(code, tensors, root)
+        named: dict[str, torch.Tensor] = {}
+        layout = flatten("output", result, named, objects=True)
+        return list(named.values()), lambda tensors: rebuild(layout, dict(zip(named, tensors, strict=True)))
 
     def _kernels(self, device: torch.device) -> str:
         chosen = self._options.utils.kernels
         if device.type == "cpu":
             return chosen
         if chosen in ("pytorch", "compiled"):
-            raise ValueError(f"utils.kernels is {chosen!r}, but the module is not on the CPU: set it to 'auto'")
+            raise OptionError(f"utils.kernels is {chosen!r}, but the module is not on the CPU: set it to 'auto'")
         return "onnxruntime"
 
     def _load(self, step: Step, memory: TorchMemory) -> GraphRunner:
@@ -272,17 +334,24 @@ class CallGraphs:
         self, positional: Sequence[Layout], named: Mapping[str, Layout], copies: Mapping[str, torch.Tensor]
     ) -> Any:
         """Runs the module once, without a trace, to see what it returns."""
-        args = [rebuild(layout, copies) for layout in positional]
-        kwargs = {name: rebuild(layout, copies) for name, layout in named.items()}
+        layouts = {self._name(at): private(layout) for at, layout in enumerate(positional)}
+        layouts |= {name: private(layout) for name, layout in named.items()}
+        values = {name: rebuild(layout, copies) for name, layout in layouts.items()}
+        args, kwargs = list(values.values())[: len(positional)], {name: values[name] for name in named}
+        modes = self._watch.modes if self._watch else None
         step = nn.Module()
         step.model, step.loss_fn = self._module, None
         with (
             BORROWED,
-            borrowed(self._module, (), self._module.training, self._watch.modes),
+            borrowed(self._module, (), self._module.training, modes),
             Recorder(step).running(),
             torch.random.fork_rng([]),
+            settled(self._module),
+            without_reading_memory(copies),
         ):
-            return self._module(*args, **kwargs)
+            result = self._module(*args, **kwargs)
+        as_before(layouts, values, copies)
+        return result
 
 
 def _device_of(tensors: Sequence[torch.Tensor]) -> torch.device:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,6 +10,8 @@ from torch import nn
 
 from ..core.errors import shown
 from ..options import ORTTrainerOptions
+from .fallback import AT_RUN_TIME, Fallback, NoGraphError, foreign_context, is_running, policy_of
+from .forward import Graphed, Outer, graphed_in, rebound
 from .graphs import CallGraphs
 
 __all__ = ["ORTModule"]
@@ -21,7 +22,9 @@ _SHARED = (
     *("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"),
     *("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
 )
-_OWN = frozenset({*vars(nn.Module()), *("forward", "module", "_graphs", "_given")})
+_OWN = frozenset(
+    {*vars(nn.Module()), *("forward", "module", "_graphs", "_given", "_fallback", "_first", "_own_forward")}
+)
 
 
 _SPECIAL = ("__len__", "__getitem__", "__setitem__", "__delitem__", "__iter__", "__contains__")
@@ -43,7 +46,7 @@ class ORTModule(nn.Module):
     It is called as the module itself, in any loop, and ``loss.backward()`` adds to ``p.grad`` of the module's own
     parameters. Parameters, buffers, submodules, attributes and methods are the module's, under the names that they have
     there, and it passes as an instance of the module's class. What methods other than ``forward`` compute runs in
-    PyTorch.
+    PyTorch. A function that is assigned to ``forward`` becomes the module's, and is exported.
 
     The first call with arguments of some structure, in some mode, exports the module, which takes seconds. Before, it
     runs the module once, to see what it returns.
@@ -54,13 +57,16 @@ class ORTModule(nn.Module):
             ``cache_exports`` and ``memory_efficient_gradient``; ``graph_transformer``, with what is computed again in
             the backward pass; ``debug.deterministic_compute``; with ONNX Runtime's kernels, ``session_options``,
             ``provider_options`` and ``_internal_use.onnx_opset_version``.
+        fallback: What a call does if no graph can run it. ``"warn"``: PyTorch runs it, with a warning that says why.
+            ``"error"``: it raises. None: what the environment variable ``ORTMODULE_FALLBACK_POLICY`` says, otherwise
+            ``"warn"``.
 
     Attributes:
         module: The module inside.
 
     Raises:
         TypeError: If it is not a module, or a wrapped one.
-        ValueError: If an option has no effect here.
+        ValueError: If an option has no effect here, or the policy is unknown.
 
     Example:
         >>> model = ORTModule(model)
@@ -75,7 +81,12 @@ class ORTModule(nn.Module):
         special = {name: _special(name) for name in _SPECIAL if hasattr(type(module), name)}
         return super().__new__(type(cls.__name__, (cls,), special) if special else cls)
 
-    def __init__(self, module: nn.Module, options: ORTTrainerOptions | Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        options: ORTTrainerOptions | Mapping[str, Any] | None = None,
+        fallback: str | None = None,
+    ) -> None:
         _check(module)
         modes = module.training
         vars(self)["module"] = module
@@ -85,13 +96,62 @@ class ORTModule(nn.Module):
             vars(self)[key] = vars(module)[key]
         vars(self)["_given"] = options
         vars(self)["_graphs"] = CallGraphs(module, _checked(options))
+        vars(self)["_fallback"] = Fallback(module, policy_of(fallback))
+        vars(self)["_own_forward"] = "forward" in vars(module)
         # Others replace it, as accelerate does for mixed precision, and read its signature.
-        vars(self)["forward"] = functools.update_wrapper(functools.partial(ORTModule._run, self), module.forward)
+        vars(self)["forward"] = vars(self)["_first"] = Graphed(ORTModule._run, self).as_of(module.forward)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         """Returns what the module returns."""
-        found, call, values = self._graphs.find(args, kwargs)
-        return found.result(call(values))
+        if is_running(self.module):
+            return self._first.like(*args, **kwargs)
+        self._fallback.entered = True
+        context = foreign_context()
+        if context:
+            return self._fallback.run_inside(context, args, kwargs)
+        kind: Any = None
+        try:
+            found, call, values = self._graphs.find(args, kwargs)
+        except NoGraphError as error:
+            kind, reason = error.kind, error.__cause__
+        except Exception as error:
+            reason = error
+        else:
+            try:
+                return found.result(call(values), values)
+            except AT_RUN_TIME as error:
+                reason = error
+        try:
+            assert isinstance(reason, Exception)
+            result = self._fallback.run(reason, args, kwargs)
+            if kind is not None:  # and PyTorch could run it, so the arguments are not to blame
+                self._graphs.refused[kind] = str(reason)
+            return result
+        finally:
+            del reason  # whose traceback holds this frame, and so the arguments
+
+    def _assign(self, function: Callable[..., Any]) -> None:
+        """Makes a function the wrapper's ``forward``: calls it if it calls the graphs, otherwise makes graphs of it."""
+        inside = graphed_in(function)
+        if inside is None:
+            inside = Graphed(ORTModule._run, self).as_of(rebound(function, self, self.module))
+            function = inside
+        elif not isinstance(function, (Graphed, Outer)):
+            function = Outer(ORTModule._run_outer, self, function).as_of(function)
+        # The module's own methods call it, too, and the next call sees that the graphs are of another function.
+        if inside is self._first and not self._own_forward:
+            vars(self.module).pop("forward", None)
+        else:
+            vars(self.module)["forward"] = inside.like
+        vars(self)["forward"] = function
+
+    def _run_outer(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Runs a function that was assigned to ``forward``, and says so if it makes no use of the graphs."""
+        self._fallback.entered = False
+        result = function(*args, **kwargs)
+        if not self._fallback.entered:
+            self._fallback.warn("the function that was assigned to its forward did not call what forward was before")
+        return result
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
@@ -146,13 +206,17 @@ class ORTModule(nn.Module):
             return getattr(vars(self)["module"], name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in _OWN:
+        if name == "forward":
+            self._assign(value)
+        elif name in _OWN:
             object.__setattr__(self, name, value)
         else:
             setattr(self.module, name, value)
 
     def __delattr__(self, name: str) -> None:
-        if name in vars(self):
+        if name == "forward":
+            self._assign(self._first)
+        elif name in vars(self):
             object.__delattr__(self, name)
         else:
             delattr(self.module, name)
@@ -161,7 +225,7 @@ class ORTModule(nn.Module):
         return sorted({*dir(type(self)), *vars(self), *dir(self.module)})
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return ORTModule, (self.module, self._given)
+        return ORTModule, (self.module, self._given, self._fallback.policy)
 
     def __repr__(self) -> str:
         return f"ORTModule({self.module!r})"

@@ -65,8 +65,10 @@ def test_environment_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def test_variables_without_effect_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     ort_module._warned.clear()
-    monkeypatch.setenv("ORTMODULE_FALLBACK_POLICY", "FALLBACK_DISABLE")  # as it is anyway
-    ORTModule(nn.Linear(3, 2))
+    monkeypatch.setenv("ORTMODULE_FALLBACK_RETRY", "False")  # as it is anyway
+    monkeypatch.setenv("ORTMODULE_FALLBACK_POLICY", "FALLBACK_DISABLE")
+    assert ORTModule(nn.Linear(3, 2))._fallback.policy == "error"
+    monkeypatch.setenv("ORTMODULE_FALLBACK_RETRY", "1")
     monkeypatch.setenv("ORTMODULE_USE_TRITON", "1")
-    with pytest.warns(UserWarning, match=r"\['ORTMODULE_USE_TRITON'\] have no effect"):
+    with pytest.warns(UserWarning, match=r"\['ORTMODULE_FALLBACK_RETRY', 'ORTMODULE_USE_TRITON'\] have no effect"):
         ORTModule(nn.Linear(3, 2))

@@ -70,7 +70,6 @@ def borrowed(
         ExportError: If a forward pass has changed the size of a buffer.
     """
     modes_before = [(part, part.training) for part in module.modules()]
-    places = [(part._buffers, dict(part._buffers)) for part in module.modules()]
     buffers = [(name, buffer, buffer.detach().clone()) for name, buffer in module.named_buffers()]
     flags = [(parameter, parameter.requires_grad) for parameter in module.parameters()]
     try:
@@ -83,8 +82,6 @@ def borrowed(
     finally:
         for part, mode in modes_before:
             part.training = mode
-        for now, before in places:
-            now.update(before)
         for parameter, flag in flags:
             parameter.requires_grad_(flag)
         resized = [name for name, buffer, value in buffers if buffer.shape != value.shape]

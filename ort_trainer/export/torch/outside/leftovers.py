@@ -70,8 +70,9 @@ def encode(value: Any, tensors: list[torch.Tensor], known: Mapping[int, Place]) 
     if id(value) in known:
         return ["place", known[id(value)]]
     if isinstance(value, torch.Tensor):
-        tensors.append(value)
-        return ["tensor", len(tensors) - 1]
+        if all(value is not other for other in tensors):
+            tensors.append(value)
+        return ["tensor", next(at for at, other in enumerate(tensors) if other is value)]
     if isinstance(value, (torch.SymInt, torch.SymFloat)):
         dtype = torch.int64 if isinstance(value, torch.SymInt) else torch.float64
         tensors.append(torch.scalar_tensor(value, dtype=dtype))  # type: ignore[arg-type]

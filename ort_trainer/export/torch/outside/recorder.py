@@ -94,6 +94,7 @@ class Recorder:
         self._stood_in: set[Place] = set()
         self._foreign: set[int] = set()
         self._of_classes: set[tuple[int, str]] = set()
+        self._parts: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._generators: list[tuple[Place, Any, str]] = []
         self._iterators: list[Place] = []
 
@@ -141,6 +142,11 @@ class Recorder:
                     f"the run draws numbers from {described(place)!r}, which would be the same in every step of a "
                     "graph: draw them with torch (torch.rand), or before the step and pass them as inputs"
                 )
+        if any(not _has_same_parts(now, before) for now, before in self._parts):
+            raise ExportError(
+                f"forward() of {type(self._root.model).__name__} makes or replaces modules or parameters, which a "
+                "graph can't do: run the model once before"
+            )
         tensors: list[torch.Tensor] = []
         known = self._known()
         writes = []
@@ -221,6 +227,9 @@ class Recorder:
     def _restore(self) -> None:
         for change in list(self._changes()):
             change.restore(change.before)
+        for now, before in self._parts:
+            if not _has_same_parts(now, before):
+                refill(now, before)
         for place, value in self._numbers.items():
             write(self._root, place, value)
 
@@ -230,6 +239,8 @@ class Recorder:
         self._met[id(module)] = module, place
         values = attributes_of(module)
         self._attributes[id(values)] = place, values, dict(values)
+        for kind in ("_modules", "_parameters", "_buffers"):
+            self._parts.append((values[kind], dict(values[kind])))
         for key, value in values.items():
             if type(value) in CONTAINERS and key not in _OF_EVERY_MODULE:
                 self._copy(value, (*place, Step("attribute", key)))

@@ -1,0 +1,236 @@
+"""What a graph has to know of a call's arguments and results beyond their values: where they are in memory.
+
+One tensor that is two arguments is one input. A result that is an argument, or another result, comes back as such, so
+that a change in place of one reaches the other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+
+from ..core.errors import ExportError
+from ..export.nested import Layout, flatten, mapped
+
+__all__ = [
+    "Link",
+    "as_before",
+    "clone",
+    "links",
+    "merged",
+    "order_of",
+    "private",
+    "refuse_shared_memory",
+    "refuse_subclasses",
+    "without_reading_memory",
+]
+
+_TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+
+
+def merged(layouts: Sequence[Layout], leaves: dict[str, torch.Tensor]) -> tuple[Layout, ...]:
+    """Makes one input of each tensor that is in several places; returns the layouts, which then name it in each."""
+    names: dict[int, str] = {}
+    first = {name: names.setdefault(id(value), name) for name, value in leaves.items()}
+    for name in [name for name, other in first.items() if name != other]:
+        del leaves[name]
+
+    def with_names(part: Layout) -> Layout:
+        return ("tensor", first[part[1]]) if part[0] == "tensor" else part
+
+    return tuple(mapped(layout, with_names) for layout in layouts)
+
+
+def order_of(value: torch.Tensor) -> tuple[int, ...]:
+    """Returns the order of a tensor's dimensions in memory if it fills its memory; otherwise its strides, which begin
+    with -1 here."""
+    strides = value.stride()
+    order = sorted(range(value.dim()), key=lambda axis: (-strides[axis], axis))
+    step = 1
+    for axis in reversed(order):
+        size = value.shape[axis]
+        if size != 1 and strides[axis] != step:
+            return (-1, *strides)
+        step *= size
+    return tuple(order)
+
+
+def clone(value: torch.Tensor) -> torch.Tensor:
+    """Returns a copy with the same strides, where that is possible."""
+    if value.is_contiguous() or 0 in value.stride():
+        return value.clone()
+    try:
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device).copy_(value)
+    except RuntimeError:  # places share memory
+        return value.clone()
+
+
+def refuse_subclasses(leaves: Mapping[str, torch.Tensor]) -> None:
+    """Raises if an input is a tensor with rules of its own.
+
+    Raises:
+        ExportError: If so.
+    """
+    for name, value in leaves.items():
+        if type(value) not in _TENSORS:
+            raise ExportError(f"input {name!r} is a {type(value).__name__}, which a graph does not know: pass a tensor")
+
+
+@contextlib.contextmanager
+def without_reading_memory(leaves: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """Runs a forward pass on trial, and raises if it depends on where its inputs are in memory.
+
+    A graph knows the order of an input's dimensions, but no offset, and no gaps between its elements.
+
+    Args:
+        leaves: The inputs.
+
+    Raises:
+        ExportError: If so.
+    """
+    names = ["storage_offset"]
+    if any(not value.is_contiguous() and order_of(value)[:1] == (-1,) for value in leaves.values()):
+        names += ["stride", "as_strided"]
+    read: list[str] = []
+
+    def watched(function: Any, name: str) -> Any:
+        def method(*args: Any, **kwargs: Any) -> Any:
+            read.append(name)
+            return function(*args, **kwargs)
+
+        return functools.wraps(function)(method)
+
+    with contextlib.ExitStack() as stack:
+        for name in names:
+            owners = (torch.Tensor, torch) if hasattr(torch, name) else (torch.Tensor,)
+            for owner in owners:
+                stack.enter_context(mock.patch.object(owner, name, watched(getattr(owner, name), name)))
+        yield
+    if read:
+        raise ExportError(
+            f"forward() calls {read[0]}() of a tensor, which a graph does not know for inputs with an offset or gaps: "
+            "pass contiguous ones, or leave it out"
+        )
+
+
+def refuse_shared_memory(leaves: Mapping[str, torch.Tensor], state: Sequence[torch.Tensor]) -> None:
+    """Raises if inputs share memory with each other or with the module, for graphs that change inputs in place.
+
+    Raises:
+        ExportError: If so.
+    """
+    places = [_memory(value) for value in leaves.values()]
+    if len(set(places)) < len(places) or not {_memory(value) for value in state}.isdisjoint(places):
+        raise ExportError(
+            "forward() changes an input in place, and another input shares its memory, which the graph would not see: "
+            "pass a copy, .clone()"
+        )
+
+
+def private(layout: Layout) -> Layout:
+    """Returns a layout with copies of all objects that have a state, as a run on trial may change it."""
+    return mapped(layout, lambda part: (*part[:2], copy.deepcopy(part[2]), *part[3:]) if len(part) > 3 else part)
+
+
+def as_before(layouts: Mapping[str, Layout], values: Mapping[str, Any], leaves: Mapping[str, torch.Tensor]) -> None:
+    """Raises if a call has changed its arguments other than in place in tensors, which a graph would not do.
+
+    Args:
+        layouts: The layouts from which they were built, by name.
+        values: The arguments.
+        leaves: The tensors in them.
+
+    Raises:
+        ExportError: If so.
+    """
+    now: dict[str, torch.Tensor] = {}
+    after = [flatten(name, values[name], now, objects=True) for name in layouts]
+    if len(set(map(id, now.values()))) < len(now):
+        after = list(merged(after, now))
+    for (name, before), layout in zip(layouts.items(), after, strict=True):
+        if before != layout:
+            raise ExportError(f"forward() changes its argument {name!r}, which is no tensor: return what it adds to it")
+    if now.keys() != leaves.keys() or any(now[name] is not value for name, value in leaves.items()):
+        raise ExportError("forward() puts other tensors into its arguments: return them instead")
+
+
+@dataclass(frozen=True)
+class Link:
+    """A result that shares its memory with another tensor of the call.
+
+    Attributes:
+        place: Of the result, among the tensors that are returned.
+        source: The place of the other one, among the tensors that are returned, or among the graph's values.
+        of_values: Whether it is one of the values.
+        is_view: Whether it is a view of other shape, or the same tensor.
+    """
+
+    place: int
+    source: int
+    of_values: bool
+    is_view: bool
+
+    def apply(self, found: list[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+        """Puts the other tensor, or a view of it, in place of the copy that the graph returns."""
+        source = (values if self.of_values else found)[self.source]
+        found[self.place] = source.view(found[self.place].shape) if self.is_view else source
+
+
+def links(outputs: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> list[Link]:
+    """Returns the links of a call's results.
+
+    Args:
+        outputs: The results of a run.
+        values: Parameters, buffers and inputs of that run.
+
+    Raises:
+        ExportError: If a result shares a part of its memory with another tensor.
+    """
+    found: list[Link] = []
+    sources: dict[int, list[tuple[int, bool, torch.Tensor]]] = {}
+    for place, value in enumerate(values):
+        sources.setdefault(_memory(value), []).append((place, True, value))
+    for place, output in enumerate(outputs):
+        group = sources.setdefault(_memory(output), [])
+        for source, of_values, value in group if output.numel() else ():
+            if not _overlap(value, output):
+                continue
+            whole = value.is_contiguous() and output.is_contiguous() and value.numel() == output.numel()
+            if value is not output and (not whole or value.dtype != output.dtype):
+                raise ExportError(
+                    "forward() returns a tensor that is a part of another one that it returns or was given, or of a "
+                    "parameter: a graph returns copies, which a change in place would not reach. Return .clone() of it"
+                )
+            found.append(Link(place, source, of_values, value is not output))
+            break
+        else:
+            group.append((place, False, output))
+    return found
+
+
+def _memory(value: torch.Tensor) -> int:
+    return value.untyped_storage().data_ptr()
+
+
+def _overlap(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Returns whether two tensors in the same memory have a byte of it in common."""
+    if first is second:
+        return True
+    touched = torch.zeros(first.untyped_storage().nbytes(), dtype=torch.bool)
+    for at in range(first.element_size()):
+        _bytes_of(touched, first, at).fill_(True)
+    return any(bool(_bytes_of(touched, second, at).any()) for at in range(second.element_size()))
+
+
+def _bytes_of(memory: torch.Tensor, value: torch.Tensor, at: int) -> torch.Tensor:
+    """Returns one byte of each element of a tensor, as a view of a tensor with an element for each byte."""
+    size = value.element_size()
+    strides = [stride * size for stride in value.stride()]
+    return memory.as_strided(value.shape, strides, value.storage_offset() * size + at)

@@ -1,0 +1,263 @@
+"""What a call does if no graph can run it: PyTorch runs it, with one warning that says why, or it is an error."""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import os
+import re
+import sys
+import threading
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+from torch.autograd import forward_ad
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+
+from ..core.errors import ExportError, IdleOptionError, ValueBranchError, shown
+from ..export.torch.explain import forward_line
+
+__all__ = [
+    "AT_RUN_TIME",
+    "POLICIES",
+    "Fallback",
+    "NoGraphError",
+    "OptionError",
+    "SettlingError",
+    "foreign_context",
+    "is_running",
+    "policy_of",
+    "refuse_uninitialized",
+    "running",
+    "settled",
+]
+
+POLICIES = ("warn", "error")
+AT_RUN_TIME: tuple[type[Exception], ...] = (ValueBranchError,)
+"""Errors that the forward pass raises before it has changed anything, after which PyTorch can run the call."""
+
+_VARIABLE = "ORTMODULE_FALLBACK_POLICY"
+# The legacy ORTModule's policies: each names errors after which PyTorch runs the module.
+_OF_VARIABLE = {
+    "FALLBACK_DISABLE": "error",
+    "FALLBACK_FORCE_TORCH_FORWARD": "warn",
+    "FALLBACK_FORCE_TORCH_BACKWARD": "warn",
+    "FALLBACK_UNSUPPORTED_DEVICE": "warn",
+    "FALLBACK_UNSUPPORTED_DATA": "warn",
+    "FALLBACK_UNSUPPORTED_TORCH_MODEL": "warn",
+    "FALLBACK_UNSUPPORTED_ONNX_MODEL": "warn",
+    "FALLBACK_BAD_INITIALIZATION": "warn",
+}
+# A reason may contain values that differ from call to call.
+_MAXIMUM_WARNINGS = 16
+_NOT_THE_CALLER = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent))
+
+
+class NoGraphError(RuntimeError):
+    """No graph could be made for a kind of call; the reason is the cause.
+
+    Args:
+        kind: What such calls have in common.
+    """
+
+    def __init__(self, kind: Any) -> None:
+        super().__init__("no graph")
+        self.kind = kind
+
+
+class SettlingError(ExportError):
+    """A call changes its module, as the first call of many modules does: PyTorch runs it, and a later one is exported.
+
+    Args:
+        what: What it changes.
+    """
+
+    def __init__(self, what: str) -> None:
+        super().__init__(
+            f"forward() {what}, which a graph does not do: if it is only for show, leave it out; a counter or a "
+            "statistic can be a buffer that is changed in place"
+        )
+
+
+class OptionError(ValueError):
+    """Options that don't fit the module or the machine, which is an error with every policy."""
+
+
+_RUNNING: set[tuple[int, int]] = set()
+
+
+@contextlib.contextmanager
+def running(module: nn.Module) -> Iterator[None]:
+    """Says that a module runs in this thread, in PyTorch or for a capture."""
+    entry = (threading.get_ident(), id(module))
+    if entry in _RUNNING:
+        yield
+        return
+    _RUNNING.add(entry)
+    try:
+        yield
+    finally:
+        _RUNNING.remove(entry)
+
+
+def is_running(module: nn.Module) -> bool:
+    """Returns whether a call comes from inside the module, by a function that was assigned to its ``forward``."""
+    return bool(_RUNNING) and (threading.get_ident(), id(module)) in _RUNNING
+
+
+def policy_of(given: Any) -> str:
+    """Returns a policy: the argument, or what the environment variable of the legacy ``ORTModule`` says, or "warn".
+
+    Raises:
+        ValueError: If either has an unknown value.
+    """
+    if given is not None:
+        if given not in POLICIES:
+            raise ValueError(f"fallback must be one of {list(POLICIES)}, but is {shown(given)}")
+        return str(given)
+    chosen = os.environ.get(_VARIABLE, "").replace("|", " ").split()
+    unknown = [name for name in chosen if name not in _OF_VARIABLE]
+    if unknown:
+        raise ValueError(
+            f"the environment variable {_VARIABLE} has {unknown}, but may have only {list(_OF_VARIABLE)}, or several "
+            "of them with | between"
+        )
+    return "error" if "FALLBACK_DISABLE" in chosen else "warn"
+
+
+def foreign_context() -> str:
+    """Returns who runs or records PyTorch's operators in a way of its own; "" if nobody does."""
+    if torch.compiler.is_compiling():
+        return "torch.compile or torch.export"
+    if torch._C._get_tracing_state() is not None:
+        return "torch.jit.trace"
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return "a transform of torch.func, such as vmap or grad"
+    if torch._C._len_torch_dispatch_stack():
+        return "a mode that sees every operator, such as FakeTensorMode"
+    if forward_ad._current_level >= 0:
+        return "forward-mode differentiation"
+    return ""
+
+
+class Fallback:
+    """Decides what a call does if no graph can run it.
+
+    Args:
+        module: The module.
+        policy: One of :data:`POLICIES`.
+
+    Attributes:
+        policy: As given.
+        entered: Whether a call has come as far as to look for graphs, since this was last set to False.
+    """
+
+    def __init__(self, module: nn.Module, policy: str) -> None:
+        self._module, self.policy = module, policy
+        self.entered = False
+        self._warned: set[str] = set()
+
+    def run(self, reason: Exception, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Runs the module in PyTorch.
+
+        Args:
+            reason: Why no graph can run it.
+            args: The positional arguments of the call.
+            kwargs: Its keyword arguments.
+
+        Raises:
+            Exception: The reason, if the policy says so, or if the options are to blame; what PyTorch raises.
+        """
+        if isinstance(reason, (IdleOptionError, OptionError)):
+            raise reason
+        if self.policy == "error" and not isinstance(reason, SettlingError):
+            raise reason
+        with running(self._module):
+            result = self._module(*args, **kwargs)
+        # Only now: if PyTorch raises, too, the error is the user's, and the graph's reason would distract from it.
+        if not isinstance(reason, SettlingError):
+            self.warn(str(reason))
+        return result
+
+    def run_inside(self, context: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Runs the module in PyTorch inside a foreign context, which is to see its operators."""
+        if not torch.compiler.is_compiling():  # which would record the warning, and asked for PyTorch's operators
+            reason = f"it is called inside {context}, which needs PyTorch's own operators"
+            if self.policy == "error":
+                raise RuntimeError(f"{type(self._module).__name__} can't run as a graph: {reason}")
+            self.warn(reason)
+        if "forward" not in vars(self._module):  # so it can't come back here; torch.compile can't record what follows
+            return self._module(*args, **kwargs)
+        with running(self._module):
+            return self._module(*args, **kwargs)
+
+    def warn(self, reason: str) -> None:
+        """Warns, once for each reason, that PyTorch runs a call."""
+        if reason in self._warned or len(self._warned) >= _MAXIMUM_WARNINGS:
+            return
+        self._warned.add(reason)
+        line = "" if re.search(r'File ".*", line \d', reason) else f"\n  {forward_line(self._module)}"
+        level, frame = 1, sys._getframe()
+        while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_THE_CALLER):
+            level, frame = level + 1, frame.f_back
+        warnings.warn(
+            f"PyTorch runs this call of {type(self._module).__name__}, and others like it, instead of a graph: "
+            f"{reason}{line}",
+            stacklevel=level,
+        )
+
+
+def refuse_uninitialized(module: nn.Module) -> None:
+    """Raises if a lazy module has not had its first call, which makes its parameters.
+
+    Raises:
+        SettlingError: If so.
+    """
+    for value in (*module.parameters(), *module.buffers()):
+        if isinstance(value, (UninitializedParameter, UninitializedBuffer)):
+            raise SettlingError("makes its parameters")
+
+
+@contextlib.contextmanager
+def settled(module: nn.Module) -> Iterator[None]:
+    """Runs a forward pass on trial, and raises if it does what a graph would not do each time.
+
+    That is to make or replace parts, as a first call may, and to print. Nothing is printed meanwhile, as the call is
+    repeated.
+
+    Args:
+        module: The module, whose state the caller restores.
+
+    Raises:
+        SettlingError: If so.
+    """
+    parts = {name: (part, type(part), _parts(part)) for name, part in module.named_modules()}
+    thread, show, printed = threading.get_ident(), builtins.print, []
+
+    def watched(*args: Any, **kwargs: Any) -> None:
+        if threading.get_ident() == thread:
+            printed.append(args)
+        else:
+            show(*args, **kwargs)
+
+    with mock.patch.object(builtins, "print", watched):
+        yield
+    changed = [
+        name or "the module"
+        for name, (part, kind, before) in parts.items()
+        if type(part) is not kind or _parts(part) != before
+    ]
+    if changed:
+        raise SettlingError(f"makes or replaces parts of {', '.join(map(repr, changed[:5]))}")
+    if printed:
+        raise SettlingError(f"prints {shown(printed[0][0]) if printed[0] else 'a line'}")
+
+
+def _parts(part: nn.Module) -> list[Any]:
+    """Returns what identifies the parts of a module; other tensors in place of buffers are handled."""
+    return [*map(id, part._modules.values()), *map(id, part._parameters.values()), *part._buffers]

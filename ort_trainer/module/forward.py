@@ -1,0 +1,92 @@
+"""Functions that others assign to ``forward`` of an ``ORTModule``: do they call its graphs, or take their place?
+
+Accelerate assigns functions that change a result, and call what ``forward`` was before. TRL assigns another forward
+pass, which calls layers of the module, and should itself become a graph.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+__all__ = ["Graphed", "Outer", "graphed_in", "rebound"]
+
+_DEEPEST = 6
+
+
+class _Marked(functools.partial[Any]):
+    """A function that looks like another one, and has its signature."""
+
+    like: Any = None
+
+    def as_of(self, function: Any) -> Any:
+        """Returns itself, with name and signature of a function."""
+        functools.update_wrapper(self, function)
+        self.like = function
+        return self
+
+
+class Graphed(_Marked):
+    """What ``forward`` of an ``ORTModule`` is: runs the module as a graph."""
+
+
+class Outer(_Marked):
+    """A function that was assigned to ``forward`` and calls a :class:`Graphed`."""
+
+
+def graphed_in(function: Callable[..., Any]) -> Graphed | None:
+    """Returns the ``forward`` of an ``ORTModule`` that a function holds, and so probably calls; None if there is none.
+
+    It may be in a closure, a global or an attribute, among the arguments of a partial, or be kept by a module that is
+    one of these.
+    """
+    seen: set[int] = set()
+
+    def search(value: Any, depth: int) -> Graphed | None:
+        if isinstance(value, Graphed):
+            return value
+        if depth > _DEEPEST or id(value) in seen:
+            return None
+        seen.add(id(value))
+        return next((found for part in _held(value) if (found := search(part, depth + 1))), None)
+
+    return search(function, 0)
+
+
+def rebound(function: Callable[..., Any], old: Any, new: Any) -> Callable[..., Any]:
+    """Returns a method of another object, or a partial with it among its arguments; other functions as they are.
+
+    A module that held a method of its own wrapper could not be copied.
+    """
+    if isinstance(function, types.MethodType) and function.__self__ is old:
+        return types.MethodType(function.__func__, new)
+    if type(function) is functools.partial and any(value is old for value in function.args):
+        args = (new if value is old else value for value in function.args)
+        return functools.partial(function.func, *args, **function.keywords)
+    return function
+
+
+def _held(value: Any) -> list[Any]:
+    if isinstance(value, nn.Module):
+        module = vars(value).get("module", value)  # an ORTModule keeps attributes in its module
+        return [part for key, part in vars(module).items() if key != "forward" and isinstance(part, _Marked)]
+    if isinstance(value, functools.partial):
+        return [value.func, *value.args, *value.keywords.values(), *vars(value).values()]
+    held = [getattr(value, name, None) for name in ("__func__", "__self__", "__wrapped__")]
+    for cell in getattr(value, "__closure__", None) or ():
+        try:
+            held.append(cell.cell_contents)
+        except ValueError:  # not assigned yet
+            continue
+    code = getattr(value, "__code__", None)
+    if code is not None:  # a function; of the globals only the very thing, as they may be anything
+        of_globals = (value.__globals__.get(name) for name in code.co_names)
+        held += [part for part in of_globals if isinstance(part, _Marked)]
+    own = getattr(value, "__dict__", None)
+    if isinstance(own, dict) and not isinstance(value, type):
+        held += own.values()
+    return [part for part in held if callable(part)]

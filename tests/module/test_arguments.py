@@ -1,0 +1,198 @@
+"""What an ``ORTModule`` keeps of arguments and results beyond values: shared memory, strides, objects' attributes."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ort_trainer import ORTModule
+
+from .pairs import close
+
+X = torch.ones(2, 4)
+LONG = torch.arange(48.0)
+
+
+class Applies(nn.Module):
+    """A linear layer, and what a function makes of it."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear, self.function = nn.Linear(4, 4), function
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(self.linear, *args, **kwargs)
+
+
+def check(function: Callable[..., Any], use: Callable[[nn.Module], Any], graphs: int) -> None:
+    """Asserts that a use of the module gives the same values and gradients with graphs, and how many there are."""
+    eager, ours = Applies(function), ORTModule(Applies(function))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "PyTorch runs this call")
+        expected, found = use(eager), use(ours)
+    close(found, expected)
+    close(ours.linear.weight.grad, eager.linear.weight.grad)
+    assert sum(map(len, ours._graphs._found.values())) == graphs
+
+
+def change_first(module: nn.Module) -> Any:
+    """Doubles the first result in place, and differentiates the second."""
+    first, second = module(X)
+    first.mul_(2)
+    second.sum().backward()
+    return second.detach()
+
+
+@pytest.mark.parametrize(
+    ("function", "graphs"),
+    [
+        (lambda y: (y, y), 1),
+        (lambda y: (y, y.view(-1)), 1),
+        (lambda y: (y, y[:, :2]), 0),
+        (lambda y: (y, y.t()), 0),
+    ],
+    ids=["same", "view", "part", "transposed"],
+)
+def test_results_that_share_memory(function: Any, graphs: int) -> None:
+    check(lambda linear, x: function(linear(x)), change_first, graphs)
+
+
+def test_parts_of_one_memory_that_do_not_overlap() -> None:
+    check(lambda linear, x: linear(x).chunk(2, 1), lambda module: module(X)[1].sum().backward(), 1)
+
+
+@pytest.mark.parametrize(
+    ("view", "graphs"),
+    [(lambda x: x, 1), (lambda x: x.view(-1), 1), (lambda x: x[0], 0)],
+    ids=["same", "view", "part"],
+)
+def test_arguments_that_are_returned(view: Any, graphs: int) -> None:
+    def use(module: nn.Module) -> Any:
+        x = X.clone()
+        view_of_x, result = module(x)
+        result.sum().backward()
+        view_of_x.add_(1)
+        return x, view_of_x is x
+
+    check(lambda linear, x: (view(x), linear(x)), use, graphs)
+
+
+def test_a_weight_that_is_returned() -> None:
+    ours = ORTModule(Applies(lambda linear, x: (linear.weight, linear(x))))
+    assert ours(X)[0] is ours.linear.weight
+
+
+def test_one_tensor_for_two_arguments() -> None:
+    def add(linear: nn.Module, a: torch.Tensor, value: torch.Tensor) -> Any:
+        a.add_(1)
+        return linear(a) * value * (2 if a is value else 3)
+
+    def use(module: nn.Module) -> Any:
+        both, results = X.clone(), []
+        for a, value in ((X.clone(), X.clone()), (both, both), (X.clone(), X.clone())):
+            results.append(module(a, value=value))
+            results[-1].sum().backward()
+        overlapping = torch.ones(3, 4)
+        return *(result.detach() for result in results), module(overlapping[:2], overlapping[1:]).detach()
+
+    check(add, use, 2)
+
+
+@pytest.mark.parametrize(
+    ("function", "graphs"),
+    [
+        (lambda linear, x: x.as_strided((x.shape[0], 3), (x.stride(0), x.stride(1))) * linear.weight.sum(), 2),
+        (lambda linear, x: x.reshape(-1)[: x.shape[0]] * linear.weight.sum() * (2 if x.is_contiguous() else 3), 3),
+        (lambda linear, x: x * linear.weight.sum() * (2 if x.storage_offset() else 3), 0),
+    ],
+    ids=["strides", "contiguous", "offset"],
+)
+def test_memory_that_forward_reads(function: Any, graphs: int) -> None:
+    turned, offset, gaps = LONG.view(8, 6).t(), LONG.view(6, 8)[1:], torch.arange(96.0).view(12, 8)[::2]
+
+    def use(module: nn.Module) -> Any:
+        results = [module(value) for value in (LONG.view(6, 8), turned, offset, gaps)]
+        sum(result.sum() for result in results).backward()
+        return [result.detach() for result in results]
+
+    check(function, use, graphs)
+
+
+class Settings:
+    """A plain object."""
+
+    def __init__(self, scale: float) -> None:
+        self.scale = scale
+
+
+class Slotted:
+    __slots__ = ("scale",)
+
+    def __init__(self, scale: float) -> None:
+        self.scale = scale
+
+
+@pytest.mark.parametrize("kind", [Settings, Slotted])
+def test_attributes_of_objects(kind: Any) -> None:
+    def use(module: nn.Module) -> Any:
+        settings = kind(1.0)
+        first = module(X, settings)
+        settings.scale = 5.0
+        return first.detach(), module(X, settings).detach(), module(X, settings).detach()
+
+    check(lambda linear, x, settings: linear(x) * settings.scale, use, 2)
+
+
+def test_closures() -> None:
+    def use(module: nn.Module) -> Any:
+        scale, results = 1.0, []
+
+        def scaled(x: torch.Tensor) -> torch.Tensor:
+            return x * scale
+
+        for scale in (1.0, 5.0):  # noqa: B007 - the function reads it
+            results.append(module(X, scaled).detach())
+        return results
+
+    check(lambda linear, x, function: function(linear(x)), use, 2)
+
+
+def _generator() -> Iterator[float]:
+    yield from (1.0, 2.0, 3.0)
+
+
+@pytest.mark.parametrize("make", [lambda: iter([1.0, 2.0]), _generator, lambda: Applies(lambda *_: 2.0).cpu])
+def test_what_has_a_state_that_cannot_be_seen(make: Any) -> None:
+    def use(module: nn.Module) -> Any:
+        value = make()
+        return [module(X, value).detach() for _ in range(2)]
+
+    check(lambda linear, x, value: linear(x) * (next(value) if hasattr(value, "__next__") else 2), use, 0)
+
+
+def test_arguments_that_forward_fills() -> None:
+    def add(linear: nn.Module, x: torch.Tensor, kept: list[Any], settings: Settings) -> torch.Tensor:
+        kept.append(linear(x))
+        settings.scale += 1
+        return kept[-1] * 2
+
+    def use(module: nn.Module) -> Any:
+        kept, settings = [], Settings(0.0)
+        for _ in range(2):
+            module(X, kept, settings)
+        return [value.detach() for value in kept], settings.scale
+
+    check(add, use, 0)
+
+
+def test_numbers_that_are_equal_and_differ() -> None:
+    def use(module: nn.Module) -> Any:
+        return [module(X, value).detach() for value in (0.0, -0.0, float("nan"), float("nan"))]
+
+    check(lambda linear, x, z: linear(x).detach().copysign(torch.tensor(1.0 if z != z else z)), use, 3)
