@@ -120,6 +120,7 @@ class CallGraphs:
         self._module, self._options = module, options
         self.exported: Callable[[Step, Sequence[Step]], None] | None = None
         self._unsettled = 0
+        self._trial: Recorder | None = None
         self.forget()
 
     def forget(self) -> None:
@@ -224,6 +225,7 @@ class CallGraphs:
                     type(self._module).__name__,
                     ", ".join(map(str, description.inputs)),
                 )
+            self._trial = None
             try:
                 with running(self._module):
                     found = self._export(leaves, description, key)
@@ -233,6 +235,8 @@ class CallGraphs:
                     raise
                 raise NoGraphError(kind) from ExportError(str(error))
             except Exception as error:
+                if self._trial is not None:  # what it has read decides whether another try is worth it
+                    self._reads.add(Notes(reads=tuple(self._trial.reads)))
                 raise NoGraphError(kind) from error
             self._found.setdefault(kind, []).append(found)
         return found, Call(found.passes, shapes)
@@ -341,10 +345,11 @@ class CallGraphs:
         modes = self._watch.modes if self._watch else None
         step = nn.Module()
         step.model, step.loss_fn = self._module, None
+        self._trial = Recorder(step)
         with (
             BORROWED,
             borrowed(self._module, (), self._module.training, modes),
-            Recorder(step).running(),
+            self._trial.running(),
             torch.random.fork_rng([]),
             settled(self._module),
             without_reading_memory(copies),
