@@ -119,6 +119,9 @@ FAMILIES: dict[str, list[tuple[Function, tuple[torch.Tensor, ...]]]] = {
     ],
     "losses that overflow": [
         (lambda x: F.soft_margin_loss(x, torch.ones_like(x)), (torch.tensor([1.0, -INF, INF]),)),
+        # An infinite gradient reaches no frame behind the last one of a sequence.
+        (lambda x: INF * F.ctc_loss(x, torch.tensor([[1, 2], [1, 1]]), torch.tensor([5, 3]), torch.tensor([2, 2]),
+                                    reduction="none"), (torch.rand(5, 2, 4),)),
     ],
     "attention of NaN": [
         (lambda x: F.scaled_dot_product_attention(x, x, x, is_causal=True), (torch.tensor([[[[NAN], [1.0], [2.0]]]]),)),

@@ -372,9 +372,9 @@ class _Values:
 
     def relu_backward(self, gradient: _Symbol, result: _Symbol) -> _Symbol:
         zero = self.node("Sub", self.one, self.one)
-        closed = self.node("LessOrEqual", result, zero)
+        # No result is below 0. (Within a Scan, ONNX Runtime infers no shape for LessOrEqual.)
+        closed = self.node("Equal", result, zero)
         closed.value.type = ir.TensorType(ir.DataType.BOOL)
         passed = self.node("Where", closed, zero, gradient)
-        # ONNX Runtime needs the shape of a body's output, and infers none for a Where of three shapes.
-        passed.value.type, passed.value.shape = gradient.value.type, result.value.shape
+        passed.value.type = gradient.value.type
         return passed
