@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from . import amp, optim
     from .compat.training_session import TrainingParameters, TrainingSession
-    from .core.errors import CheckpointError, DistributedError, ExportError
+    from .core.errors import CheckpointError, DistributedError, ExportError, VerificationError
     from .export.torch import register_operator
     from .export.user_operators import register_onnx_operator
     from .module import ORTModule
@@ -29,6 +29,7 @@ __all__ = [
     "TrainStepInfo",
     "TrainingParameters",
     "TrainingSession",
+    "VerificationError",
     "amp",
     "optim",
     "read_user_dict",
@@ -52,6 +53,7 @@ _PLACES = {
     "TrainStepInfo": "optim.step_info",
     "TrainingParameters": "compat.training_session",
     "TrainingSession": "compat.training_session",
+    "VerificationError": "core.errors",
     "read_user_dict": "state",
     "register_onnx_operator": "export.user_operators",
     "register_operator": "export.torch",

@@ -15,6 +15,7 @@ __all__ = [
     "ExportError",
     "IdleOptionError",
     "MissingStateWarning",
+    "VerificationError",
     "shown",
     "warn",
 ]
@@ -48,6 +49,10 @@ class CheckpointError(ValueError):
 
 class DistributedError(RuntimeError):
     """The processes that train one model disagree, or one of them is missing."""
+
+
+class VerificationError(RuntimeError):
+    """A step's results differ from PyTorch's; the step was not taken. See the option ``debug.verify_every``."""
 
 
 class MissingStateWarning(UserWarning):

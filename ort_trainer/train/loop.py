@@ -40,6 +40,7 @@ from .step_graphs import StepGraphs
 from .strategy import AccumulationWindow, Arrival, Meeting, Share, Strategy
 from .transaction import Transaction, outside_inference_mode
 from .user_objects import claim
+from .verify import StepVerifier
 
 if TYPE_CHECKING:
     import onnx
@@ -109,6 +110,8 @@ class TrainingLoop:
         self.losses = None if limit is None else FiniteLosses(limit)
         self._checks_indices = options.debug.check_indices
         mask, tolerance = options.utils.remove_padding, 5e-2 if self.precision.mixed else 1e-3
+        every = options.debug.verify_every
+        self._verifier = StepVerifier(every, self.graphs, self.precision.checks_finite, bool(mask)) if every else None
         self._padding = PaddingCheck(mask, self.graphs, tolerance) if mask else None
         self.profiler: Profiler | None = None
         self.holds_gradients = False
@@ -256,6 +259,8 @@ class TrainingLoop:
             plan = self._start(batch, training, names, backward)
         if self.losses is not None and training and backward:
             self.losses.check_fetched(names, plan.runner.step.loss)
+        if self._verifier is not None and training and backward:
+            self._verifier.check_comparable(plan.runner.step)
         if plan.indices and self._checks_indices:
             check_indices(plan.indices, batch.array, lambda: plan.sizes, batch.extremes)
         if self._padding is not None and training and backward:
@@ -335,8 +340,8 @@ class TrainingLoop:
         scale = 1.0 if self.precision.scaler is None else self.precision.loss_scale
         if self.optimizer.shows_gradients:
             self._release_shown(executor)
-        check = None if self.losses is None else self.losses.check
-        outputs = executor.train(plan, batch, loss_scale=window.factor(weight, scale), check=check)
+        factor = window.factor(weight, scale)
+        outputs = executor.train(plan, batch, loss_scale=factor, check=self._check(batch, factor))
         if plan.runner.step.buffer_updates:
             self.source.memory.publish(plan.runner.step.buffer_updates)
         is_due = window.add(weight, scale)
@@ -347,6 +352,27 @@ class TrainingLoop:
             self._end_window(coming, again, transaction)
         transaction.commit()
         return outputs
+
+    def _check(self, batch: Batch, scale: float) -> Check | None:
+        """Returns what checks the results of a run before it takes effect; None for nothing.
+
+        Args:
+            batch: The batch.
+            scale: The factor on the loss in the backward pass.
+        """
+        losses = None if self.losses is None else self.losses.check
+        if self._verifier is None:
+            return losses
+        assert self._executor is not None
+        verify = self._verifier.begin(self._executor, batch, scale, self.info.step + 1)
+        if losses is None or verify is None:
+            return verify or losses
+
+        def both(*results: Any) -> None:
+            verify(*results)
+            losses(*results)
+
+        return both
 
     def backward(self, plan: Plan, batch: Batch, weight: float = 1.0) -> Outputs:
         """Runs the forward and backward pass, adds to the window's gradients and counts the micro-batch.
@@ -368,7 +394,7 @@ class TrainingLoop:
 
         Args:
             plan, batch: From :meth:`bind`.
-            check: Called with the outputs before any change; may raise.
+            check: Called with the results before any change; may raise.
 
         Returns:
             The outputs that the plan fetches, and the gradients of the loss by parameter name, as new tensors.
@@ -409,7 +435,7 @@ class TrainingLoop:
             executor, strategy = self._executor, self.strategy
             assert executor is not None
             transaction.begin(executor, plan.runner.step)
-            outputs, gradients = self.gradients_of(plan, batch, None if self.losses is None else self.losses.check)
+            outputs, gradients = self.gradients_of(plan, batch, self._check(batch, self.precision.loss_scale))
             transaction.commit()
             if strategy.world_size > 1:
                 meeting = strategy.meet(Arrival("pass", Share(1.0), (), gradients, executor.changed_buffers))
