@@ -12,6 +12,7 @@ from torch import nn
 from ..core.errors import shown
 from ..options import ORTTrainerOptions
 from .graphs import CallGraphs
+from .verify import CallVerifier
 
 __all__ = ["ORTModule"]
 
@@ -21,7 +22,7 @@ _SHARED = (
     *("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"),
     *("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
 )
-_OWN = frozenset({*vars(nn.Module()), *("forward", "module", "_graphs", "_given")})
+_OWN = frozenset({*vars(nn.Module()), *("forward", "module", "_graphs", "_given", "_verifier")})
 
 
 _SPECIAL = ("__len__", "__getitem__", "__setitem__", "__delitem__", "__iter__", "__contains__")
@@ -30,6 +31,7 @@ _OPTIONS = (
     *(
         "graph_transformer",
         "debug.deterministic_compute",
+        "debug.verify_every",
         "session_options",
         "provider_options",
         "_internal_use.onnx_opset_version",
@@ -52,8 +54,8 @@ class ORTModule(nn.Module):
         module: The module.
         options: Options for its graphs, as for ``ORTTrainer``: of ``utils``, ``kernels``, ``random_numbers``,
             ``cache_exports`` and ``memory_efficient_gradient``; ``graph_transformer``, with what is computed again in
-            the backward pass; ``debug.deterministic_compute``; with ONNX Runtime's kernels, ``session_options``,
-            ``provider_options`` and ``_internal_use.onnx_opset_version``.
+            the backward pass; of ``debug``, ``deterministic_compute`` and ``verify_every``; with ONNX Runtime's
+            kernels, ``session_options``, ``provider_options`` and ``_internal_use.onnx_opset_version``.
 
     Attributes:
         module: The module inside.
@@ -84,13 +86,18 @@ class ORTModule(nn.Module):
         for key in _SHARED:
             vars(self)[key] = vars(module)[key]
         vars(self)["_given"] = options
-        vars(self)["_graphs"] = CallGraphs(module, _checked(options))
+        checked = _checked(options)
+        vars(self)["_graphs"] = CallGraphs(module, checked)
+        every = checked.debug.verify_every
+        vars(self)["_verifier"] = CallVerifier(every, module) if every else None
         # Others replace it, as accelerate does for mixed precision, and read its signature.
         vars(self)["forward"] = functools.update_wrapper(functools.partial(ORTModule._run, self), module.forward)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         """Returns what the module returns."""
         found, call, values = self._graphs.find(args, kwargs)
+        if self._verifier is not None:
+            return self._verifier.run(found, call, values, args, kwargs)
         return found.result(call(values))
 
     @property  # type: ignore[misc]

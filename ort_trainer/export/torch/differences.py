@@ -73,9 +73,8 @@ def report(
     relative, floors = _RELATIVE[rounding], floors or {}
     names = list(dict.fromkeys([*ours, *theirs]))
     compared = {name: _Pair(ours.get(name), theirs.get(name), name in only_finite) for name in names}
-    suspects = {
-        name: floors.get(name, 0.0) for name in names if not compared[name].is_close(relative, floors.get(name))
-    }
+    limits = {name: floors.get(name, 0.0) for name in names}
+    suspects = {name: floor for name, floor in limits.items() if not compared[name].is_close(relative, floor)}
     if not suspects:
         return ""
     spread = dict.fromkeys(suspects, 0.0)

@@ -14,7 +14,7 @@ from torch import nn
 from .borrow import BORROWED, borrowed
 from .step_module import ExportedStep, StepModule
 
-__all__ = ["EagerStep", "coarsest", "gradient_of", "random_state_kept", "run_eagerly", "shaken"]
+__all__ = ["EagerStep", "coarsest", "gradient_of", "random_state_kept", "run_eagerly", "shaken", "with_values"]
 
 
 class EagerStep(NamedTuple):
@@ -72,7 +72,7 @@ def run_eagerly(
     with (
         BORROWED,
         random_state_kept(device, state),
-        _with_values(step.model, tensors, epsilon, shake),
+        with_values(step.model, tensors, epsilon, shake),
         borrowed(module, trained.values(), training=True, modes=step.modes),
         torch.enable_grad(),
     ):
@@ -80,6 +80,8 @@ def run_eagerly(
         with step.autocast_for(sample):
             results = module(*sample)
         torch.clear_autocast_cache()
+        # Before the backward pass, in which a checkpoint runs its part again, and changes its buffers again.
+        buffers = {name: value.detach().clone() for name, value in step.model.named_buffers()}
         outputs = {entry.name: value for entry, value in zip(step.description.outputs, results, strict=True)}
         loss = outputs[step.description.loss.name]
         parameters = dict(module.named_parameters())
@@ -97,7 +99,7 @@ def run_eagerly(
         return EagerStep(
             {name: value.detach().clone() for name, value in outputs.items()},
             gradients,
-            {name: value.detach().clone() for name, value in step.model.named_buffers()},
+            buffers,
             rounding if rounding == step.autocast else coarsest([torch.empty(0, dtype=rounding), *outputs.values()]),
         )
 
@@ -139,7 +141,7 @@ def shaken(value: torch.Tensor, epsilon: float, seed: int) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def _with_values(
+def with_values(
     model: nn.Module, tensors: Mapping[str, torch.Tensor], epsilon: float, shake: int | None
 ) -> Iterator[None]:
     """Gives parameters and buffers other values for a while, in other memory.
