@@ -12,7 +12,7 @@ from torch import nn
 from ..core.errors import VerificationError
 from ..export.nested import flatten, rebuild
 from ..export.torch.borrow import BORROWED, borrowed
-from ..export.torch.differences import WHY_DIFFERENT, check_comparable, gradient_floor, report
+from ..export.torch.differences import WHY_DIFFERENT, check_comparable, gradient_floor, not_run, report
 from ..export.torch.eager import coarsest, gradient_of, random_state_kept, shaken, with_values
 from .graphs import _Found as Found
 from .passes import Call
@@ -49,16 +49,16 @@ class CallVerifier:
         if (self._count + 1) % self._every:
             self._count += 1
             return found.result(call(values))
+        given, number = list(values), self._count + 1
         with torch.inference_mode(False):
-            eager = _EagerCall(self._module, found, values, args, kwargs, self._count + 1)
-            theirs = eager.run()
-        state, given = eager.random_state(), list(values)
+            eager = _EagerCall(self._module, found, values, args, kwargs, number)
         tensors = call(values, eager.check_gradients)
-        with torch.inference_mode(False):
-            message = eager.compare(dict(zip(found.outputs, tensors, strict=True)), given, theirs)
-        if message:
-            eager.put_back(given, state)
-            eager.refuse(message, "Buffers and random state are unchanged.")
+        try:
+            with torch.inference_mode(False):
+                eager.check(dict(zip(found.outputs, tensors, strict=True)), given)
+        except BaseException:
+            eager.put_back(given)
+            raise
         self._count += 1
         return found.result(tensors)
 
@@ -92,7 +92,7 @@ class _EagerCall:
         self._device = found.passes.memory.device
         kind = self._device.type
         self._autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        self._state = self.random_state()
+        self._state = torch.get_rng_state() if kind == "cpu" else torch.cuda.get_rng_state(self._device)
         step = found.passes.step
         self._places = [*step.state, *(entry.name for entry in found.description.inputs)]
         self._rounding = self._autocast or coarsest([*module.parameters(), *module.buffers(), *given.values()])
@@ -100,12 +100,6 @@ class _EagerCall:
         updated = [place for place, _ in found.passes.updates if place < len(step.state)]
         self._before = {self._places[place]: values[place].detach().clone() for place in updated}
         self._values = list(values[: len(step.state)])
-
-    def random_state(self) -> torch.Tensor:
-        """Returns the state of the generator that calls draw from."""
-        if self._device.type == "cpu":
-            return torch.get_rng_state()
-        return torch.cuda.get_rng_state(self._device)
 
     def run(self, tangents: Mapping[str, torch.Tensor] | None = None, shake: int | None = None) -> Named:
         """Returns the results of a call, or gradients, by what they are called in messages.
@@ -146,15 +140,20 @@ class _EagerCall:
                 self.refuse(f"forward() returns other tensors or constants, {returned}.", "Nothing has changed.")
             return self._named(outputs, [*self._values, *copies.values()])
 
-    def compare(self, outputs: Named, values: Sequence[torch.Tensor], theirs: Named) -> str:
-        """Returns how the results of the graph differ; empty if they don't.
+    def check(self, outputs: Named, values: Sequence[torch.Tensor]) -> None:
+        """Compares the results of the graph.
 
         Args:
-            outputs: The graph's.
+            outputs: What it returned.
             values: What it took, and has changed.
-            theirs: From :meth:`run`.
+
+        Raises:
+            VerificationError: If one differs.
         """
-        return report(self._named(outputs, values), theirs, self._rounding, lambda seed: self.run(shake=seed))
+        theirs, ours = self._reference(), self._named(outputs, values)
+        message = report(ours, theirs, self._rounding, lambda seed: self.run(shake=seed))
+        if message:
+            self.refuse(message, "Buffers and random state are unchanged.")
 
     def check_gradients(self, gradients: Sequence[torch.Tensor | None], found: Sequence[torch.Tensor | None]) -> None:
         """Compares the gradients of a backward pass.
@@ -170,7 +169,7 @@ class _EagerCall:
         tangents = {name: value for name, value in zip(names, gradients, strict=True) if value is not None}
         trained = self._trained_names()
         ours = {name: value for name, value in zip(trained, found, strict=True) if value is not None}
-        theirs = self.run(tangents)
+        theirs = self._reference(tangents)
         floors = dict.fromkeys(trained, gradient_floor(theirs.values(), self._rounding))
         # The loop's own loss scale may be too high, which it notices.
         only_finite = trained if self._rounding == torch.float16 else ()
@@ -178,16 +177,16 @@ class _EagerCall:
         if message:
             self.refuse(message, "The gradients of this call were not added.")
 
-    def put_back(self, values: Sequence[torch.Tensor], state: torch.Tensor) -> None:
+    def put_back(self, values: Sequence[torch.Tensor]) -> None:
         """Undoes what a call has changed: buffers, inputs, and the state of the generator."""
         count, inputs = len(self._values), list(self._inputs.values())
         for place, _ in self._found.passes.updates:
             before = self._before[self._places[place]] if place < count else inputs[place - count]
             values[place].detach().copy_(before.detach())
         if self._device.type == "cpu":
-            torch.set_rng_state(state)
+            torch.set_rng_state(self._state)
         else:
-            torch.cuda.set_rng_state(state, self._device)
+            torch.cuda.set_rng_state(self._state, self._device)
 
     def refuse(self, message: str, state: str) -> NoReturn:
         """Raises the error."""
@@ -195,6 +194,14 @@ class _EagerCall:
             f"call {self._number} of {type(self._module).__name__} differs from the same call in PyTorch "
             f"(debug.verify_every): {message} {state} {WHY_DIFFERENT}"
         )
+
+    def _reference(self, tangents: Mapping[str, torch.Tensor] | None = None) -> Named:
+        try:
+            return self.run(tangents)
+        except VerificationError:
+            raise
+        except Exception as error:
+            raise not_run(f"call {self._number} of {type(self._module).__name__}", error) from error
 
     def _gradients(self, outputs: Named, leaves: Named, tangents: Mapping[str, torch.Tensor]) -> Named:
         values = [*self._values, *leaves.values()]

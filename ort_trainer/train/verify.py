@@ -8,7 +8,7 @@ import torch
 
 from ..core.errors import VerificationError
 from ..engine import Check, Executor
-from ..export.torch.differences import WHY_DIFFERENT, check_comparable, gradient_floor, report
+from ..export.torch.differences import WHY_DIFFERENT, check_comparable, gradient_floor, not_run, report
 from ..export.torch.eager import EagerStep, gradient_of
 from ..step import Step
 from .batch import Batch
@@ -40,7 +40,7 @@ class StepVerifier:
         check_comparable(step.random, self._every)
 
     def begin(self, executor: Executor, batch: Batch, scale: float, number: int) -> Check | None:
-        """Runs a step in PyTorch before its graph runs.
+        """Prepares to compare a step; called before its graph runs.
 
         Args:
             executor: Has the tensors.
@@ -56,9 +56,12 @@ class StepVerifier:
             self._count += 1
             return None
         graphs, state = self._graphs, executor.generator.get_state()
-        theirs = graphs.eager(executor, batch, scale, state)
 
         def check(step: Step, outputs: Mapping[str, torch.Tensor], written: Mapping[str, torch.Tensor]) -> None:
+            try:
+                theirs = graphs.eager(executor, batch, scale, state)
+            except Exception as error:
+                raise not_run(f"step {number}", error) from error
             if self._padded:  # the others are zero at padded places
                 outputs = {step.loss: outputs[step.loss]} if step.loss in outputs else {}
             gradients = {name: written[output] for name, output in step.gradients.items()}

@@ -6,9 +6,10 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 
 import torch
 
+from ...core.errors import VerificationError
 from ...step import RandomInput
 
-__all__ = ["WHY_DIFFERENT", "check_comparable", "gradient_floor", "report"]
+__all__ = ["WHY_DIFFERENT", "check_comparable", "gradient_floor", "not_run", "report"]
 
 WHY_DIFFERENT = (
     "The graph has probably fixed a value that forward() or the loss reads from somewhere that is not watched: make it "
@@ -38,6 +39,14 @@ def check_comparable(random: Iterable[RandomInput], every: int) -> None:
             "PyTorch, and results can't be compared: set utils.random_numbers to 'pytorch', or leave "
             "debug.verify_every out"
         )
+
+
+def not_run(what: str, error: Exception) -> VerificationError:
+    """Returns the error for a step that PyTorch can't run, such as an LSTM in half precision on a CPU."""
+    return VerificationError(
+        f"debug.verify_every: {what} can't be compared, because it raises in PyTorch itself ({type(error).__name__}: "
+        f"{error}). It was not taken. debug.verify_every=None goes on without this comparison"
+    )
 
 
 def gradient_floor(gradients: Iterable[torch.Tensor], rounding: torch.dtype) -> float:
