@@ -138,7 +138,7 @@ class _EagerCall:
             if list(outputs) != self._found.outputs or _constants(layout) != _constants(self._found.layout):
                 returned = [*outputs, *_constants(layout)]
                 self.refuse(f"forward() returns other tensors or constants, {returned}.", "Nothing has changed.")
-            return self._named(outputs, [*self._values, *copies.values()])
+            return self._named(outputs, [*self._state_of_now(), *copies.values()])
 
     def check(self, outputs: Named, values: Sequence[torch.Tensor]) -> None:
         """Compares the results of the graph.
@@ -225,6 +225,12 @@ class _EagerCall:
         for place, _ in self._found.passes.updates:
             found[f"the new value of {self._places[place]!r}"] = values[place].detach().clone()
         return found
+
+    def _state_of_now(self) -> list[torch.Tensor]:
+        """Returns the module's tensors that the graph takes; while it runs in PyTorch, buffers are copies."""
+        module = self._module
+        now = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+        return [now[name] for name in self._places[: len(self._values)]]
 
     def _trained_names(self) -> list[str]:
         count = len(self._values)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,6 +15,7 @@ from torch import nn
 
 from ort_trainer import ORTTrainer, ORTTrainerOptions, VerificationError, optim
 from ort_trainer.export.torch import builder
+from ort_trainer.export.torch.eager import run_eagerly
 from tests.helpers import MLP, MLP_DESC, assert_same_state, mlp_batches, mlp_trainer
 
 VERIFIED = {"debug": {"verify_every": 1}}
@@ -252,3 +255,52 @@ def test_fit_stops_with_the_error() -> None:
     change()
     with pytest.raises(VerificationError, match="step 4 differs"):
         trainer.fit(batches, epochs=2, progress=False)
+
+
+class HalfLSTM(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(8, 4, batch_first=True), nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.lstm(x[:, None])[0][:, 0])
+
+
+def test_what_pytorch_itself_cannot_run() -> None:
+    """PyTorch has no LSTM in half precision on this CPU, or the step is compared."""
+    trainer = trainer_of(HalfLSTM(), {**VERIFIED, "mixed_precision": {"enabled": True, "dtype": "float16"}})
+    try:
+        trainer.train_step(*mlp_batches(1)[0])
+    except VerificationError as error:
+        assert "step 1 can't be compared, because it raises in PyTorch itself (RuntimeError: " in str(error)
+        assert trainer.train_step_info.step == 0
+
+
+def test_an_onnx_model_is_compared_with_the_module_made_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes = [
+        onnx.helper.make_node("Gemm", ["x", "w", "b"], ["h"]),
+        onnx.helper.make_node("Tanh", ["h"], ["logits"]),
+    ]
+    weights = [
+        onnx.numpy_helper.from_array(np.random.default_rng(0).normal(size=(8, 3)).astype(np.float32), "w"),
+        onnx.numpy_helper.from_array(np.zeros(3, np.float32), "b"),
+    ]
+    x, logits = (
+        onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, ["batch", size])
+        for name, size in (("x", 8), ("logits", 3))
+    )
+    proto = onnx.helper.make_model(
+        onnx.helper.make_graph(nodes, "g", [x], [logits], weights), opset_imports=[onnx.helper.make_opsetid("", 18)]
+    )
+    trainer = ORTTrainer(
+        proto, "auto", optim.SGDConfig(lr=0.1), loss_fn=F.cross_entropy, options=ORTTrainerOptions(VERIFIED)
+    )
+    for batch in mlp_batches(3):
+        trainer.train_step(*batch)
+    monkeypatch.setattr(builder, "run_eagerly", lambda step, *args: run_eagerly(changed(step), *args))
+    with pytest.raises(VerificationError, match="step 4 differs .*output 'loss'"):
+        trainer.train_step(*mlp_batches(1)[0])
+
+
+def changed(step: Any) -> Any:
+    return dataclasses.replace(step, loss_fn=lambda logits, label: F.cross_entropy(logits * 2, label))

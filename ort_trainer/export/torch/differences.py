@@ -123,6 +123,8 @@ class _Pair:
         if not self._same_shape:
             return False
         rtol, atol = self._limits(relative, floor)
+        if self._ours.numel() and bool((self._ours - self._theirs).abs().max() <= atol):
+            return True  # usually; the next line takes five times as long
         return torch.allclose(self._ours, self._theirs, rtol=rtol, atol=atol, equal_nan=True)
 
     def distance(self) -> torch.Tensor:

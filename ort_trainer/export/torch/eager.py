@@ -144,26 +144,45 @@ def shaken(value: torch.Tensor, epsilon: float, seed: int) -> torch.Tensor:
 def with_values(
     model: nn.Module, tensors: Mapping[str, torch.Tensor], epsilon: float, shake: int | None
 ) -> Iterator[None]:
-    """Gives parameters and buffers other values for a while, in other memory.
+    """Gives a model copies of its buffers, and its parameters perhaps other values, for a while.
 
-    The tensors remain the same objects, as others than the model's modules may refer to them.
+    Buffers become other objects, because one that a step changes and that is put back would count as changed for every
+    graph of autograd that has saved it. Parameters remain the same objects, to which others may refer.
+
+    Args:
+        model: The model.
+        tensors: Values of parameters and buffers, by canonical name.
+        epsilon: The size of a rounding.
+        shake: As for :func:`run_eagerly`; buffers are not changed.
     """
-    before: list[tuple[torch.Tensor, torch.Tensor]] = []
+    parameters: list[tuple[torch.Tensor, torch.Tensor]] = []
+    originals = {name: (buffer, buffer.detach().clone()) for name, buffer in model.named_buffers()}
+    copies = {id(buffer): tensors[name].detach().to(buffer.dtype, copy=True) for name, (buffer, _) in originals.items()}
+    held = [
+        (module._buffers, key, buffer)
+        for module in model.modules()
+        for key, buffer in module._buffers.items()
+        if buffer is not None
+    ]
     try:
-        for own, named in ((False, model.named_parameters()), (True, model.named_buffers())):
-            for name, tensor in named:
-                value = tensors[name].detach()
-                if shake is None and value.data_ptr() == tensor.data_ptr():
-                    continue
-                before.append((tensor, tensor.data))
-                value = value.to(tensor.dtype)
-                if shake is not None and not own:
-                    value = shaken(value, epsilon, shake)
-                tensor.data = value.clone() if own else value  # a step changes buffers in place
+        for name, parameter in model.named_parameters():
+            value = tensors[name].detach()
+            if shake is None and value.data_ptr() == parameter.data_ptr():
+                continue
+            parameters.append((parameter, parameter.data))
+            value = value.to(parameter.dtype)
+            parameter.data = value if shake is None else shaken(value, epsilon, shake)
+        for buffers, key, buffer in held:
+            buffers[key] = copies[id(buffer)]
         yield
     finally:
-        for tensor, data in before:
+        for buffers, key, buffer in held:
+            buffers[key] = buffer
+        for tensor, data in parameters:
             tensor.data = data
+        for buffer, value in originals.values():
+            if not torch.equal(buffer, value):  # changed through another reference than the module's
+                buffer.detach().copy_(value)
 
 
 def _device(tensors: Mapping[str, torch.Tensor], batch: Mapping[str, torch.Tensor]) -> torch.device:
