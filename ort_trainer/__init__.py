@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from . import amp, optim
     from .compat.training_session import TrainingParameters, TrainingSession
-    from .core.errors import CheckpointError, DistributedError, ExportError, ValueBranchError
+    from .core.errors import CheckpointError, DistributedError, ExportError, ValueBranchError, VerificationError
     from .export.torch import register_operator
     from .export.user_operators import register_onnx_operator
     from .module import ORTModule
@@ -30,6 +30,7 @@ __all__ = [
     "TrainingParameters",
     "TrainingSession",
     "ValueBranchError",
+    "VerificationError",
     "amp",
     "optim",
     "read_user_dict",
@@ -54,6 +55,7 @@ _PLACES = {
     "TrainingParameters": "compat.training_session",
     "TrainingSession": "compat.training_session",
     "ValueBranchError": "core.errors",
+    "VerificationError": "core.errors",
     "read_user_dict": "state",
     "register_onnx_operator": "export.user_operators",
     "register_operator": "export.torch",

@@ -106,6 +106,7 @@ OPTIONS: dict[str, list[tuple[Any, str]]] = {
     "debug.check_model_export": [(1, "must be of boolean type")],
     "debug.check_indices": [(1, "must be of boolean type")],
     "debug.max_nonfinite_losses": [(0, "min value is 1"), (1.0, "must be of integer type")],
+    "debug.verify_every": [(-1, "min value is 0"), (1.0, "must be of integer type"), (True, "must be of integer type")],
     **{
         f"debug.graph_save_paths.model_{key}_path": [(3, "must be of string type")]
         for key in (

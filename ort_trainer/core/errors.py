@@ -16,6 +16,7 @@ __all__ = [
     "IdleOptionError",
     "MissingStateWarning",
     "ValueBranchError",
+    "VerificationError",
     "shown",
     "warn",
 ]
@@ -53,6 +54,10 @@ class DistributedError(RuntimeError):
 
 class ValueBranchError(RuntimeError):
     """A batch takes another branch of the model than the batch that its graph was exported for."""
+
+
+class VerificationError(RuntimeError):
+    """A step's results differ from PyTorch's; the step was not taken. See the option ``debug.verify_every``."""
 
 
 class MissingStateWarning(UserWarning):

@@ -215,7 +215,7 @@ class Executor:
             plan: From :meth:`plan`, for the shapes of the batch.
             batch: Inputs by name, contiguous and on the executor's device.
             loss_scale: Factor on the loss in the backward pass; the returned loss is without it.
-            check: Checks the outputs before the run takes effect, and raises to discard it.
+            check: Checks the results before the run takes effect, and raises to discard it.
 
         Returns:
             The outputs that the plan fetches, as new tensors.
@@ -318,7 +318,7 @@ class Executor:
         )
         check_branches(step, results)
         if check is not None:
-            check(results, step.loss)
+            check(step, results, written)
         for name, output in step.buffer_updates.items():
             self.buffers[name].copy_(written[output])
         found = list(results.values())

@@ -29,8 +29,8 @@ __all__ = [
     "evaluated",
 ]
 
-Check = Callable[[Mapping[str, Any], str], None]
-"""Receives the fetched outputs of a run by name, and the name of the loss; raises to discard the run."""
+Check = Callable[[Step, Mapping[str, Any], Mapping[str, Any]], None]
+"""Receives the step of a run, the fetched outputs by name, and the others; raises to discard the run."""
 
 
 Kind = tuple[Sequence[int] | None, Any]

@@ -17,6 +17,8 @@ from .nested import Layout
 if TYPE_CHECKING:
     import onnx_ir as ir
 
+    from .torch.eager import EagerStep
+
 __all__ = [
     "Builder",
     "Layouts",
@@ -52,6 +54,12 @@ class Builder(Protocol):
 
     def reference(self, batch: Named) -> Sequence[torch.Tensor]:
         """Returns the outputs of the model itself in evaluation mode."""
+        ...
+
+    def eager(
+        self, batch: Named, tensors: Named, scale: float, state: torch.Tensor | None, shake: int | None = None
+    ) -> EagerStep:
+        """Returns the results of a training step of the model itself; see ``export/torch/eager.py``."""
         ...
 
 

@@ -13,6 +13,7 @@ from ..options import ORTTrainerOptions
 from .fallback import AT_RUN_TIME, Fallback, NoGraphError, foreign_context, is_running, policy_of
 from .forward import Graphed, Outer, graphed_in, rebound
 from .graphs import CallGraphs
+from .verify import CallVerifier
 
 __all__ = ["ORTModule"]
 
@@ -23,7 +24,10 @@ _SHARED = (
     *("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
 )
 _OWN = frozenset(
-    {*vars(nn.Module()), *("forward", "module", "_graphs", "_given", "_fallback", "_first", "_own_forward")}
+    {
+        *vars(nn.Module()),
+        *("forward", "module", "_graphs", "_given", "_fallback", "_first", "_own_forward", "_verifier"),
+    }
 )
 
 
@@ -33,6 +37,7 @@ _OPTIONS = (
     *(
         "graph_transformer",
         "debug.deterministic_compute",
+        "debug.verify_every",
         "session_options",
         "provider_options",
         "_internal_use.onnx_opset_version",
@@ -55,8 +60,8 @@ class ORTModule(nn.Module):
         module: The module.
         options: Options for its graphs, as for ``ORTTrainer``: of ``utils``, ``kernels``, ``random_numbers``,
             ``cache_exports`` and ``memory_efficient_gradient``; ``graph_transformer``, with what is computed again in
-            the backward pass; ``debug.deterministic_compute``; with ONNX Runtime's kernels, ``session_options``,
-            ``provider_options`` and ``_internal_use.onnx_opset_version``.
+            the backward pass; of ``debug``, ``deterministic_compute`` and ``verify_every``; with ONNX Runtime's
+            kernels, ``session_options``, ``provider_options`` and ``_internal_use.onnx_opset_version``.
         fallback: What a call does if no graph can run it. ``"warn"``: PyTorch runs it, with a warning that says why.
             ``"error"``: it raises. None: what the environment variable ``ORTMODULE_FALLBACK_POLICY`` says, otherwise
             ``"warn"``.
@@ -95,7 +100,10 @@ class ORTModule(nn.Module):
         for key in _SHARED:
             vars(self)[key] = vars(module)[key]
         vars(self)["_given"] = options
-        vars(self)["_graphs"] = CallGraphs(module, _checked(options))
+        checked = _checked(options)
+        vars(self)["_graphs"] = CallGraphs(module, checked)
+        every = checked.debug.verify_every
+        vars(self)["_verifier"] = CallVerifier(every, module) if every else None
         vars(self)["_fallback"] = Fallback(module, policy_of(fallback))
         vars(self)["_own_forward"] = "forward" in vars(module)
         # Others replace it, as accelerate does for mixed precision, and read its signature.
@@ -118,6 +126,8 @@ class ORTModule(nn.Module):
             reason = error
         else:
             try:
+                if self._verifier is not None:
+                    return self._verifier.run(found, call, values, args, kwargs)
                 return found.result(call(values), values)
             except AT_RUN_TIME as error:
                 reason = error

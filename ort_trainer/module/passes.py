@@ -18,6 +18,7 @@ __all__ = ["Call", "Passes"]
 
 _DDP: Any = torch.nn.parallel.DistributedDataParallel
 Tensors = Sequence[torch.Tensor]
+CheckGradients = Callable[[Sequence[torch.Tensor | None], Sequence[torch.Tensor | None]], None]
 Kinds = Sequence[tuple[torch.Size, torch.dtype]]
 
 
@@ -207,20 +208,25 @@ class Call:
         self._results: list[Kind] = [(evaluated(spec.shape, sizes), getattr(torch, spec.dtype)) for spec in specs]
         self.trained: Kinds = ()
 
-    def __call__(self, values: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    def __call__(self, values: list[torch.Tensor], check: CheckGradients | None = None) -> tuple[torch.Tensor, ...]:
         """Returns the tensors that the module returns.
 
         Args:
             values: Parameters, buffers and inputs.
+            check: Receives the gradients of the outputs and of the trained values in each backward pass, and raises to
+                discard them.
         """
         if self._random:
             values += self.passes.memory.draw(self._random, None)
         trained = [values[place] for place in self.passes.trained]
         if not trained:
             return self.forward(values)[0]
+        found: tuple[torch.Tensor, ...]
+        if check is not None:
+            found = _Checked.apply(self, values, check, *trained)  # type: ignore[no-untyped-call]
+            return found
         # Inside DistributedDataParallel, gradients are handed on while the backward pass runs.
         groups = [] if _DDP._active_ddp_module is None else self.passes.groups
-        found: tuple[torch.Tensor, ...]
         if len(groups) < 2:
             found = _Function.apply(self, values, *trained)  # type: ignore[no-untyped-call]
             return found
@@ -269,6 +275,23 @@ class _Function(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         backward, values, given = _begin(ctx, gradients)
         return (None, None, *backward.run(values, given, ctx.call.trained))
+
+
+class _Checked(torch.autograd.Function):
+    """A call whose gradients are checked before autograd gets them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, call: Call, values: Tensors, check: CheckGradients, *trained: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.check = check
+        return _Function.forward(ctx, call, values, *trained)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        found = _Function.backward(ctx, *gradients)[2:]
+        ctx.check(gradients, found)
+        return (None, None, None, *found)
 
 
 @dataclasses.dataclass

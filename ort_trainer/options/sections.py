@@ -310,6 +310,10 @@ class DebugOptions(Section):
     max_nonfinite_losses: int | None
     """Number of consecutive steps with an infinite or NaN loss at which training stops: the last of them raises a
     FloatingPointError instead of training."""
+    verify_every: int | None
+    """Each so many-th step (or micro-batch, or call of an ORTModule) is repeated in eager PyTorch on a copy of the
+    state, and a VerificationError names the first output, gradient or buffer that differs beyond rounding, before the
+    step takes effect."""
     graph_save_paths: GraphSavePathsOptions
 
 
@@ -320,6 +324,7 @@ class DebugOptionsDict(TypedDict, total=False):
     check_model_export: bool
     check_indices: bool
     max_nonfinite_losses: int | None
+    verify_every: int | None
     graph_save_paths: GraphSavePathsOptionsDict
 
 

@@ -40,6 +40,7 @@ from .step_graphs import StepGraphs
 from .strategy import AccumulationWindow, Arrival, Meeting, Share, Strategy
 from .transaction import Transaction, outside_inference_mode
 from .user_objects import claim
+from .verify import StepVerifier
 
 if TYPE_CHECKING:
     import onnx
@@ -113,6 +114,8 @@ class TrainingLoop:
         self.losses = None if limit is None else FiniteLosses(limit)
         self._checks_indices = options.debug.check_indices
         mask, tolerance = options.utils.remove_padding, 5e-2 if self.precision.mixed else 1e-3
+        every = options.debug.verify_every
+        self._verifier = StepVerifier(every, self.graphs, self.precision.checks_finite, bool(mask)) if every else None
         self._padding = PaddingCheck(mask, self.graphs, tolerance) if mask else None
         self.profiler: Profiler | None = None
         self.holds_gradients = False
@@ -260,6 +263,8 @@ class TrainingLoop:
             plan = self._start(batch, training, names, backward)
         if self.losses is not None and training and backward:
             self.losses.check_fetched(names, plan.runner.step.loss)
+        if self._verifier is not None and training and backward:
+            self._verifier.check_comparable(plan.runner.step)
         if plan.indices and self._checks_indices:
             check_indices(plan.indices, batch.array, lambda: plan.sizes, batch.extremes)
         if self._padding is not None and training and backward:
@@ -339,8 +344,8 @@ class TrainingLoop:
         scale = 1.0 if self.precision.scaler is None else self.precision.loss_scale
         if self.optimizer.shows_gradients:
             self._release_shown(executor)
-        check = None if self.losses is None else self.losses.check
         factor = window.factor(weight, scale)
+        check = self._check(batch, factor)
         plan, outputs = self._on_its_branch(
             lambda plan: executor.train(plan, batch, loss_scale=factor, check=check), plan, batch, transaction
         )
@@ -361,6 +366,27 @@ class TrainingLoop:
         if executor.left is not None:
             self.graphs.leave(*executor.left)
             executor.left = None
+
+    def _check(self, batch: Batch, scale: float) -> Check | None:
+        """Returns what checks the results of a run before it takes effect; None for nothing.
+
+        Args:
+            batch: The batch.
+            scale: The factor on the loss in the backward pass.
+        """
+        losses = None if self.losses is None else self.losses.check
+        if self._verifier is None:
+            return losses
+        assert self._executor is not None
+        verify = self._verifier.begin(self._executor, batch, scale, self.info.step + 1)
+        if losses is None or verify is None:
+            return verify or losses
+
+        def both(*results: Any) -> None:
+            verify(*results)
+            losses(*results)
+
+        return both
 
     def backward(self, plan: Plan, batch: Batch, weight: float = 1.0) -> Outputs:
         """Runs the forward and backward pass, adds to the window's gradients and counts the micro-batch.
@@ -425,7 +451,7 @@ class TrainingLoop:
 
         Args:
             plan, batch: From :meth:`bind`.
-            check: Called with the outputs before any change; may raise.
+            check: Called with the results before any change; may raise.
             transaction: In which they run, if there is one.
 
         Returns:
@@ -474,7 +500,7 @@ class TrainingLoop:
             executor, strategy = self._executor, self.strategy
             assert executor is not None
             transaction.begin(executor, plan.runner.step)
-            check = None if self.losses is None else self.losses.check
+            check = self._check(batch, self.precision.loss_scale)
             outputs, gradients = self.gradients_of(plan, batch, check, transaction)
             self._leave(executor)
             transaction.commit()

@@ -144,13 +144,13 @@ class FiniteLosses:
                 f"{loss!r} to train_step_info.fetches, or leave the option out"
             )
 
-    def check(self, outputs: Mapping[str, torch.Tensor], loss: str) -> None:
+    def check(self, step: Step, outputs: Mapping[str, torch.Tensor], _: Any = None) -> None:
         """Checks the loss of a run before its results are used.
 
         Raises:
             FloatingPointError: If this loss reaches the limit; it is not counted then.
         """
-        value = outputs[loss].item()
+        value = outputs[step.loss].item()
         if math.isfinite(value):
             self._count = 0
         elif self._count + 1 < self._limit:

@@ -16,6 +16,7 @@ from ..engine import Executor, Plan
 from ..engine.memory import return_freed_memory
 from ..export import Builder, ModelSource
 from ..export.nested import Layout, argument_of, constants_of, flatten, has_tensors
+from ..export.torch.eager import EagerStep
 from ..options import ModelDescription
 from ..step import Step
 from .batch import Batch, check_batch, read_batch, to_tensor, unpack
@@ -258,6 +259,11 @@ class StepGraphs:
             ExportError: If the model can't be exported.
         """
         return self._builder(batch).build(_without_inference(batch), True, self._output_names[:1], padded=True)
+
+    def eager(self, executor: Executor, batch: Batch, scale: float, state: Any, shake: int | None = None) -> EagerStep:
+        """Returns PyTorch's own results of a training step; see ``export/torch/eager.py``."""
+        tensors = {**executor.parameters, **executor.buffers}
+        return self._builder(batch).eager(batch, tensors, scale, state, shake)
 
     def check_export(self, executor: Executor, batch: Batch) -> None:
         """Compares the exported graph with the model: the option ``debug.check_model_export``.

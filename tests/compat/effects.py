@@ -22,7 +22,16 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ort_trainer import ExportError, ORTTrainer, ORTTrainerOptions, TrainingParameters, TrainingSession, amp, optim
+from ort_trainer import (
+    ExportError,
+    ORTTrainer,
+    ORTTrainerOptions,
+    TrainingParameters,
+    TrainingSession,
+    VerificationError,
+    amp,
+    optim,
+)
 
 from ..export.torch.test_recompute import DESC, Encoder, batches
 from ..helpers import MLP, mlp_batches, mlp_trainer
@@ -123,6 +132,16 @@ def infinite_loss(options: dict[str, Any], _: Path) -> int:
     trainer = trainer_after(options, 0)
     with contextlib.suppress(FloatingPointError):
         trainer.train_step(mlp_batches(1)[0][0] * math.inf, mlp_batches(1)[0][1])
+    return trainer.train_step_info.step
+
+
+def late_hook(options: dict[str, Any], _: Path) -> int:
+    """Returns how many steps are counted when the model has got a hook that its graph lacks."""
+    model = MLP()
+    trainer = trainer_after(options, 1, model)
+    model.fc1.weight.register_hook(lambda gradient: gradient * 2)
+    with contextlib.suppress(VerificationError):
+        trainer.train_step(*mlp_batches(1)[0])
     return trainer.train_step_info.step
 
 
@@ -302,6 +321,7 @@ OPTIONS: dict[str, Effect] = {
     "debug.check_model_export": Effect(True, checked),
     "debug.check_indices": Effect(False, wrong_label, ON_SESSIONS),
     "debug.max_nonfinite_losses": Effect(1, infinite_loss),
+    "debug.verify_every": Effect(1, late_hook),
     **{
         f"debug.graph_save_paths.model_{key}_path": Effect(InFolder(), written)
         for key in (

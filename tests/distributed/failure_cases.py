@@ -41,9 +41,14 @@ class Widened(nn.Module):
 
 
 def make(
-    timeout: float = 60, rate: float = 0.1, net: nn.Module | None = None, limit: int | None = None, **batch: int
+    timeout: float = 60,
+    rate: float = 0.1,
+    net: nn.Module | None = None,
+    limit: int | None = None,
+    verify: int | None = None,
+    **batch: int,
 ) -> ORTTrainer:
-    debug = {"max_nonfinite_losses": limit}
+    debug = {"max_nonfinite_losses": limit, "verify_every": verify}
     options = ORTTrainerOptions({"distributed": {"timeout": timeout}, "batch": batch, "debug": debug})
     net = Widened() if net is None else net
     return ORTTrainer(net, DESCRIPTION, optim.SGDConfig(lr=rate), nn.CrossEntropyLoss(), options)
@@ -155,6 +160,16 @@ def has_no_loss(rank: int) -> None:
     trainer = make(timeout=5, limit=1)
     trainer.train_step(*BATCH)
     trainer.train_step(BATCH[0] * (math.nan if rank == 1 else 1.0), BATCH[1])
+
+
+@case
+def differs(rank: int) -> None:
+    net = Widened()
+    trainer = make(timeout=5, net=net, verify=1)
+    trainer.train_step(*BATCH)
+    if rank == 1:
+        net.net.weight.register_hook(lambda gradient: gradient * 2)
+    trainer.train_step(*BATCH)
 
 
 @case

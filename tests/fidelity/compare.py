@@ -174,7 +174,9 @@ def _train(
     # A fixed scale, as in PyTorch's run: a dynamic one would skip the first steps.
     scaler = amp.DynamicLossScaler(automatic_update=False, loss_scale=SCALE) if mixed else None
     precision = {"enabled": True, "loss_scaler": scaler} if mixed else {}
-    options = ORTTrainerOptions({"utils": {"grad_norm_clip": False}, "mixed_precision": precision})
+    # In full precision, each step is also compared with the same step in PyTorch: gradients and buffers, too.
+    debug = {} if mixed else {"verify_every": 1}
+    options = ORTTrainerOptions({"utils": {"grad_norm_clip": False}, "mixed_precision": precision, "debug": debug})
     config = optim.AdamConfig(lr=LEARNING_RATE, lambda_coef=WEIGHT_DECAY)
     trainer = ORTTrainer(model, describe(case.batch), config, loss_fn=case.loss_fn, options=options)
     start = time.perf_counter()

@@ -17,6 +17,7 @@ from ...step import Step
 from ..model_source import Builder, Layouts, Named
 from ..nested import Layout
 from ..torch import GraphBuilder, LossFunction
+from ..torch.eager import EagerStep
 from ..torch.model import TorchSource
 from .describe import describe_onnx, input_dtypes
 from .load import OnnxModel, load_onnx_model
@@ -134,3 +135,9 @@ class _Builder:
     def reference(self, batch: Named) -> Sequence[torch.Tensor]:
         """Returns the outputs of the model's module in evaluation mode."""
         return self.builder.reference(batch)
+
+    def eager(
+        self, batch: Named, tensors: Named, scale: float, state: torch.Tensor | None, shake: int | None = None
+    ) -> EagerStep:
+        """Returns PyTorch's own results of a training step of the model's module."""
+        return self.builder.eager(batch, tensors, scale, state, shake)

@@ -23,6 +23,7 @@ from ..cache import Export, export_cache
 from .answers import answers_of
 from .borrow import BORROWED, borrowed
 from .branches import ValuesAsked
+from .eager import EagerStep, run_eagerly
 from .isolation import can_differentiate, can_isolate, run_in_child
 from .outside.notes import Notes
 from .step_module import ExportedStep, StepModule
@@ -200,6 +201,17 @@ class GraphBuilder:
         autocast = self.step.autocast_for(sample)
         with BORROWED, borrowed(module, (), training=False), torch.no_grad(), autocast:
             return tuple(module(*(value.clone() for value in sample)))
+
+    def eager(
+        self,
+        batch: Mapping[str, torch.Tensor],
+        tensors: Mapping[str, torch.Tensor],
+        scale: float,
+        state: torch.Tensor | None,
+        shake: int | None = None,
+    ) -> EagerStep:
+        """Returns PyTorch's own results of a training step; see :func:`~.eager.run_eagerly`."""
+        return run_eagerly(self.step, batch, tensors, scale, state, shake)
 
 
 def _refuse_contrib_ops(graph: Step) -> None:

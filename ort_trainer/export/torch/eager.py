@@ -1,0 +1,189 @@
+"""Runs a step as PyTorch runs it, on a copy of all that it changes: with that, ``debug.verify_every`` compares."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Collection, Iterator, Mapping
+from typing import NamedTuple
+
+import numpy
+import torch
+from torch import nn
+
+from .borrow import BORROWED, borrowed
+from .step_module import ExportedStep, StepModule
+
+__all__ = ["EagerStep", "coarsest", "gradient_of", "random_state_kept", "run_eagerly", "shaken", "with_values"]
+
+
+class EagerStep(NamedTuple):
+    """The results of a step, as new tensors by name.
+
+    Attributes:
+        outputs: The described outputs.
+        gradients: The gradients of the scaled loss, without those of parameters that it does not depend on.
+        buffers: All buffers after the step.
+        rounding: The dtype that rounds most in the step.
+    """
+
+    outputs: dict[str, torch.Tensor]
+    gradients: dict[str, torch.Tensor]
+    buffers: dict[str, torch.Tensor]
+    rounding: torch.dtype = torch.float32
+
+    def named(self) -> dict[str, torch.Tensor]:
+        """Returns all tensors by what they are called in messages."""
+        found = {f"output {name!r}": value for name, value in self.outputs.items()}
+        found |= {gradient_of(name): value for name, value in self.gradients.items()}
+        return found | {f"buffer {name!r}": value for name, value in self.buffers.items()}
+
+
+def gradient_of(name: str) -> str:
+    """Returns what the gradient of a parameter is called in messages."""
+    return f"the gradient of {name!r}"
+
+
+def run_eagerly(
+    step: ExportedStep,
+    batch: Mapping[str, torch.Tensor],
+    tensors: Mapping[str, torch.Tensor],
+    scale: float,
+    state: torch.Tensor | None,
+    shake: int | None = None,
+) -> EagerStep:
+    """Runs a training step in PyTorch, with model and loss as they are now. Leaves no trace.
+
+    Args:
+        step: The step.
+        batch: Inputs by name.
+        tensors: The values of parameters and buffers by canonical name: the model's own tensors, or others.
+        scale: The factor on the loss in the backward pass.
+        state: The state of the generator that draws the step's random numbers; None for PyTorch's own.
+        shake: A seed, to change weights and inputs by one rounding; None not to.
+    """
+    module, device = StepModule(step), _device(tensors, batch)
+    sample = [batch[entry.name].detach().clone() for entry in step.description.inputs]
+    rounding = step.autocast or coarsest([*step.model.parameters(), *step.model.buffers(), *sample])
+    epsilon = torch.finfo(rounding).eps
+    if shake is not None:
+        sample = [shaken(value, epsilon, shake) for value in sample]
+    trained = {name: f"model.{name}" for name in step.trainable}
+    with (
+        BORROWED,
+        random_state_kept(device, state),
+        with_values(step.model, tensors, epsilon, shake),
+        borrowed(module, trained.values(), training=True, modes=step.modes),
+        torch.enable_grad(),
+    ):
+        torch.clear_autocast_cache()  # around a step, it may hold casts of earlier weights
+        with step.autocast_for(sample):
+            results = module(*sample)
+        torch.clear_autocast_cache()
+        # Before the backward pass, in which a checkpoint runs its part again, and changes its buffers again.
+        buffers = {name: value.detach().clone() for name, value in step.model.named_buffers()}
+        outputs = {entry.name: value for entry, value in zip(step.description.outputs, results, strict=True)}
+        loss = outputs[step.description.loss.name]
+        parameters = dict(module.named_parameters())
+        gradients: dict[str, torch.Tensor] = {}
+        if loss.requires_grad:
+            # Not backward(), which adds to p.grad and calls the hooks that wait for it.
+            found = torch.autograd.grad(
+                loss, [parameters[name] for name in trained.values()], torch.full_like(loss, scale), allow_unused=True
+            )
+            gradients = {
+                name: value.to_dense() if value.is_sparse else value
+                for name, value in zip(trained, found, strict=True)
+                if value is not None
+            }
+        return EagerStep(
+            {name: value.detach().clone() for name, value in outputs.items()},
+            gradients,
+            buffers,
+            rounding if rounding == step.autocast else coarsest([torch.empty(0, dtype=rounding), *outputs.values()]),
+        )
+
+
+@contextlib.contextmanager
+def random_state_kept(device: torch.device, state: torch.Tensor | None = None) -> Iterator[None]:
+    """Restores the generators of PyTorch, Python and NumPy afterwards.
+
+    Args:
+        device: Whose global generator of PyTorch is restored, beside the CPU's.
+        state: What this generator begins with; None for its own state.
+    """
+    of_python, of_numpy = random.getstate(), numpy.random.get_state()
+    on_cpu = device.type == "cpu"
+    try:
+        with torch.random.fork_rng([] if on_cpu else [device]):
+            if state is not None and on_cpu:
+                torch.set_rng_state(state)
+            elif state is not None:
+                torch.cuda.set_rng_state(state, device)
+            yield
+    finally:
+        random.setstate(of_python)
+        numpy.random.set_state(of_numpy)
+
+
+def coarsest(tensors: Collection[torch.Tensor]) -> torch.dtype:
+    """Returns the floating-point dtype of the largest rounding among tensors; float32 if there is none."""
+    dtypes = {value.dtype for value in tensors if value.is_floating_point()} or {torch.float32}
+    return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
+
+
+def shaken(value: torch.Tensor, epsilon: float, seed: int) -> torch.Tensor:
+    """Returns a tensor whose elements differ by at most one rounding, each in its own direction; others as they are."""
+    if not value.is_floating_point():
+        return value
+    draw = torch.Generator().manual_seed(seed)
+    return value * (1 + epsilon * torch.randint(-1, 2, value.shape, generator=draw).to(value.device, value.dtype))
+
+
+@contextlib.contextmanager
+def with_values(
+    model: nn.Module, tensors: Mapping[str, torch.Tensor], epsilon: float, shake: int | None
+) -> Iterator[None]:
+    """Gives a model copies of its buffers, and its parameters perhaps other values, for a while.
+
+    Buffers become other objects, because one that a step changes and that is put back would count as changed for every
+    graph of autograd that has saved it. Parameters remain the same objects, to which others may refer.
+
+    Args:
+        model: The model.
+        tensors: Values of parameters and buffers, by canonical name.
+        epsilon: The size of a rounding.
+        shake: As for :func:`run_eagerly`; buffers are not changed.
+    """
+    parameters: list[tuple[torch.Tensor, torch.Tensor]] = []
+    originals = {name: (buffer, buffer.detach().clone()) for name, buffer in model.named_buffers()}
+    copies = {id(buffer): tensors[name].detach().to(buffer.dtype, copy=True) for name, (buffer, _) in originals.items()}
+    held = [
+        (module._buffers, key, buffer)
+        for module in model.modules()
+        for key, buffer in module._buffers.items()
+        if buffer is not None
+    ]
+    try:
+        for name, parameter in model.named_parameters():
+            value = tensors[name].detach()
+            if shake is None and value.data_ptr() == parameter.data_ptr():
+                continue
+            parameters.append((parameter, parameter.data))
+            value = value.to(parameter.dtype)
+            parameter.data = value if shake is None else shaken(value, epsilon, shake)
+        for buffers, key, buffer in held:
+            buffers[key] = copies[id(buffer)]
+        yield
+    finally:
+        for buffers, key, buffer in held:
+            buffers[key] = buffer
+        for tensor, data in parameters:
+            tensor.data = data
+        for buffer, value in originals.values():
+            if not torch.equal(buffer, value):  # changed through another reference than the module's
+                buffer.detach().copy_(value)
+
+
+def _device(tensors: Mapping[str, torch.Tensor], batch: Mapping[str, torch.Tensor]) -> torch.device:
+    return next((value.device for value in (*tensors.values(), *batch.values())), torch.device("cpu"))

@@ -1,0 +1,262 @@
+"""Compares calls of a module with the same in eager PyTorch: the option ``debug.verify_every``."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from ..core.errors import VerificationError
+from ..export.nested import flatten, rebuild
+from ..export.torch.borrow import BORROWED, borrowed
+from ..export.torch.differences import WHY_DIFFERENT, check_comparable, gradient_floor, not_run, report
+from ..export.torch.eager import coarsest, gradient_of, random_state_kept, shaken, with_values
+from .graphs import _Found as Found
+from .passes import Call
+
+__all__ = ["CallVerifier"]
+
+Named = dict[str, torch.Tensor]
+
+
+class CallVerifier:
+    """Repeats calls in PyTorch, and their backward passes.
+
+    Args:
+        every: Each so many-th call is compared.
+        module: The module.
+    """
+
+    def __init__(self, every: int, module: nn.Module) -> None:
+        self._every, self._module = every, module
+        self._count = 0
+
+    def run(self, found: Found, call: Call, values: list[torch.Tensor], args: Any, kwargs: Any) -> Any:
+        """Returns what the module returns, after it was compared if it is this call's turn.
+
+        Args:
+            found, call, values: From :meth:`CallGraphs.find`.
+            args, kwargs: The arguments of the call.
+
+        Raises:
+            ValueError: If the graph draws other random numbers than PyTorch.
+            VerificationError: If a result differs. Buffers and random state are then as before the call.
+        """
+        check_comparable(found.passes.step.random, self._every)
+        if (self._count + 1) % self._every:
+            self._count += 1
+            return found.result(call(values))
+        given, number = list(values), self._count + 1
+        with torch.inference_mode(False):
+            eager = _EagerCall(self._module, found, values, args, kwargs, number)
+        tensors = call(values, eager.check_gradients)
+        try:
+            with torch.inference_mode(False):
+                eager.check(dict(zip(found.outputs, tensors, strict=True)), given)
+        except BaseException:
+            eager.put_back(given)
+            raise
+        self._count += 1
+        return found.result(tensors)
+
+
+class _EagerCall:
+    """One call, in PyTorch: as often as needed, from what the call began with, and without a trace.
+
+    The backward pass runs the module once more, because a graph of autograd that is kept until then would hold buffers
+    that are put back, and twice the memory.
+
+    Args:
+        module: The module.
+        found: The graphs of the call.
+        values: What they take: parameters, buffers, inputs.
+        args, kwargs: The arguments.
+        number: The number of the call.
+    """
+
+    def __init__(
+        self, module: nn.Module, found: Found, values: Sequence[torch.Tensor], args: Any, kwargs: Any, number: int
+    ) -> None:
+        self._module, self._found, self._number = module, found, number
+        given: Named = {}
+        positional = [flatten(f"args.{at}", value, given, objects=True) for at, value in enumerate(args)]
+        named = {name: flatten(name, value, given, objects=True) for name, value in kwargs.items()}
+        self._layouts, self._keys = (positional, named), list(given)
+        self._inputs = {key: value.detach().clone().requires_grad_(value.requires_grad) for key, value in given.items()}
+        self._modes = {part: part.training for part in module.modules()}
+        self._trainable = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
+        self._with_grad = torch.is_grad_enabled()
+        self._device = found.passes.memory.device
+        kind = self._device.type
+        self._autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        self._state = torch.get_rng_state() if kind == "cpu" else torch.cuda.get_rng_state(self._device)
+        step = found.passes.step
+        self._places = [*step.state, *(entry.name for entry in found.description.inputs)]
+        self._rounding = self._autocast or coarsest([*module.parameters(), *module.buffers(), *given.values()])
+        # Later calls may change them before this one's backward pass runs.
+        updated = [place for place, _ in found.passes.updates if place < len(step.state)]
+        self._before = {self._places[place]: values[place].detach().clone() for place in updated}
+        self._values = list(values[: len(step.state)])
+
+    def run(self, tangents: Mapping[str, torch.Tensor] | None = None, shake: int | None = None) -> Named:
+        """Returns the results of a call, or gradients, by what they are called in messages.
+
+        Args:
+            tangents: Gradients of outputs, by the outputs' names, to get those of the trained values; None for the
+                results of the call.
+            shake: A seed, to change weights and inputs by one rounding; None not to.
+        """
+        module, epsilon = self._module, torch.finfo(self._rounding).eps
+        tensors = {**dict(module.named_parameters()), **dict(module.named_buffers()), **self._before}
+        leaves = {
+            key: value if shake is None else shaken(value.detach(), epsilon, shake).requires_grad_(value.requires_grad)
+            for key, value in self._inputs.items()
+        }
+        kind, enabled = self._device.type, self._autocast is not None
+        with (
+            BORROWED,
+            random_state_kept(self._device, self._state),
+            with_values(module, tensors, epsilon, shake),
+            borrowed(module, self._trainable, module.training, self._modes),
+            torch.set_grad_enabled(self._with_grad),
+        ):
+            copies = {key: value.clone() for key, value in leaves.items()}  # which forward() may change
+            positional, named = self._layouts
+            arguments = [rebuild(layout, copies) for layout in positional]
+            keywords = {name: rebuild(layout, copies) for name, layout in named.items()}
+            torch.clear_autocast_cache()  # it may hold casts of earlier weights
+            with torch.autocast(kind, self._autocast or torch.float16, enabled=enabled):
+                result = module(*arguments, **keywords)
+            torch.clear_autocast_cache()
+            outputs: Named = {}
+            layout = flatten("output", result, outputs, objects=True)
+            if tangents is not None:
+                return self._gradients(outputs, leaves, tangents)
+            if list(outputs) != self._found.outputs or _constants(layout) != _constants(self._found.layout):
+                returned = [*outputs, *_constants(layout)]
+                self.refuse(f"forward() returns other tensors or constants, {returned}.", "Nothing has changed.")
+            return self._named(outputs, [*self._state_of_now(), *copies.values()])
+
+    def check(self, outputs: Named, values: Sequence[torch.Tensor]) -> None:
+        """Compares the results of the graph.
+
+        Args:
+            outputs: What it returned.
+            values: What it took, and has changed.
+
+        Raises:
+            VerificationError: If one differs.
+        """
+        theirs, ours = self._reference(), self._named(outputs, values)
+        message = report(ours, theirs, self._rounding, lambda seed: self.run(shake=seed))
+        if message:
+            self.refuse(message, "Buffers and random state are unchanged.")
+
+    def check_gradients(self, gradients: Sequence[torch.Tensor | None], found: Sequence[torch.Tensor | None]) -> None:
+        """Compares the gradients of a backward pass.
+
+        Args:
+            gradients: Those of the outputs, which it took.
+            found: Those of the trained values.
+
+        Raises:
+            VerificationError: If one differs.
+        """
+        names = self._found.outputs
+        tangents = {name: value for name, value in zip(names, gradients, strict=True) if value is not None}
+        trained = self._trained_names()
+        ours = {name: value for name, value in zip(trained, found, strict=True) if value is not None}
+        theirs = self._reference(tangents)
+        floors = dict.fromkeys(trained, gradient_floor(theirs.values(), self._rounding))
+        # The loop's own loss scale may be too high, which it notices.
+        only_finite = trained if self._rounding == torch.float16 else ()
+        message = report(ours, theirs, self._rounding, lambda seed: self.run(tangents, seed), floors, only_finite)
+        if message:
+            self.refuse(message, "The gradients of this call were not added.")
+
+    def put_back(self, values: Sequence[torch.Tensor]) -> None:
+        """Undoes what a call has changed: buffers, inputs, and the state of the generator."""
+        count, inputs = len(self._values), list(self._inputs.values())
+        for place, _ in self._found.passes.updates:
+            before = self._before[self._places[place]] if place < count else inputs[place - count]
+            values[place].detach().copy_(before.detach())
+        if self._device.type == "cpu":
+            torch.set_rng_state(self._state)
+        else:
+            torch.cuda.set_rng_state(self._state, self._device)
+
+    def refuse(self, message: str, state: str) -> NoReturn:
+        """Raises the error."""
+        raise VerificationError(
+            f"call {self._number} of {type(self._module).__name__} differs from the same call in PyTorch "
+            f"(debug.verify_every): {message} {state} {WHY_DIFFERENT}"
+        )
+
+    def _reference(self, tangents: Mapping[str, torch.Tensor] | None = None) -> Named:
+        try:
+            return self.run(tangents)
+        except VerificationError:
+            raise
+        except Exception as error:
+            raise not_run(f"call {self._number} of {type(self._module).__name__}", error) from error
+
+    def _gradients(self, outputs: Named, leaves: Named, tangents: Mapping[str, torch.Tensor]) -> Named:
+        values = [*self._values, *leaves.values()]
+        targets = [values[place] for place in self._found.passes.trained]
+        given = {name: value for name, value in tangents.items() if outputs[name].requires_grad}
+        if not given:
+            return {}
+        with _without_hooks(self._module):  # autograd calls them, with the graph's gradients
+            found = torch.autograd.grad(
+                [outputs[name] for name in given], targets, list(given.values()), allow_unused=True
+            )
+        return {
+            name: value.to_dense() if value.is_sparse else value
+            for name, value in zip(self._trained_names(), found, strict=True)
+            if value is not None
+        }
+
+    def _named(self, outputs: Named, values: Sequence[torch.Tensor]) -> Named:
+        """Returns copies of outputs and of changed values, by what they are called in messages."""
+        found = {repr(name): value.detach().clone() for name, value in outputs.items()}
+        for place, _ in self._found.passes.updates:
+            found[f"the new value of {self._places[place]!r}"] = values[place].detach().clone()
+        return found
+
+    def _state_of_now(self) -> list[torch.Tensor]:
+        """Returns the module's tensors that the graph takes; while it runs in PyTorch, buffers are copies."""
+        module = self._module
+        now = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+        return [now[name] for name in self._places[: len(self._values)]]
+
+    def _trained_names(self) -> list[str]:
+        count = len(self._values)
+        return [
+            gradient_of(self._places[place]) if place < count else f"the gradient of input {self._places[place]!r}"
+            for place in self._found.passes.trained
+        ]
+
+
+def _constants(layout: Any) -> list[str]:
+    """Returns the numbers and strings in a layout, as text."""
+    if not isinstance(layout, tuple):
+        return []
+    if layout[:1] == ("value",):
+        return [repr(layout[2])] if isinstance(layout[2], (bool, int, float, str)) else []
+    return [text for part in layout for text in _constants(part)]
+
+
+@contextlib.contextmanager
+def _without_hooks(module: nn.Module) -> Iterator[None]:
+    """Takes the hooks of parameters away for a while."""
+    hooked: list[tuple[Any, Any]] = [(p, p._backward_hooks) for p in module.parameters() if p._backward_hooks]
+    try:
+        for parameter, _ in hooked:
+            parameter._backward_hooks = None
+        yield
+    finally:
+        for parameter, hooks in hooked:
+            parameter._backward_hooks = hooks

@@ -1,0 +1,155 @@
+"""``debug.verify_every`` of an ``ORTModule``: calls and backward passes that PyTorch computes otherwise are refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ort_trainer import ORTModule, VerificationError
+
+from .pairs import Heads, assert_same_gradients, close, pair
+
+VERIFIED = {"debug": {"verify_every": 1}}
+X, Y = torch.randn(5, 6, generator=torch.Generator().manual_seed(3)), torch.tensor([0, 1, 2, 1, 0])
+
+
+class Outside:
+    """Holds values that no guard watches, as it is no module."""
+
+    factor, slope, word = 1.0, 1.0, 1
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear, self.norm, self.dropout = nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Dropout(0.5)
+        self.outside, self.calls = Outside(), []
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, int]:
+        self.calls.append(1)
+        hidden = self.dropout(self.norm(self.linear(x)))
+        # With another slope, the same value with another gradient.
+        return (
+            hidden.detach() + (hidden - hidden.detach()) * self.outside.slope
+        ) * self.outside.factor, self.outside.word
+
+
+@pytest.fixture(scope="module")
+def ours() -> ORTModule:
+    return ORTModule(Model(), {**VERIFIED, "utils": {"random_numbers": "pytorch"}})
+
+
+def state(ours: ORTModule) -> list[Any]:
+    gradients = [None if p.grad is None else p.grad.clone() for p in ours.parameters()]
+    return [*(value.clone() for value in ours.state_dict().values()), *gradients, torch.get_rng_state()]
+
+
+def assert_same(now: list[Any], before: list[Any]) -> None:
+    for one, other in zip(now, before, strict=True):
+        assert one is other or torch.equal(one, other)
+
+
+def test_calls_are_compared(ours: ORTModule, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours(X)
+    before = state(ours)
+    with monkeypatch.context() as patch:
+        patch.setattr(ours.module.outside, "factor", 2.0)
+        with pytest.raises(VerificationError, match=r"call \d+ of Model differs .*'output.0' is .* at \[\d, \d\], and"):
+            ours(X)
+    with monkeypatch.context() as patch:
+        patch.setattr(ours.module.outside, "word", 2)
+        with pytest.raises(VerificationError, match=r"forward\(\) returns other tensors or constants, .*'2'"):
+            ours(X)
+    assert_same(state(ours), before)
+    assert ours.module.calls == []
+    ours(X)
+
+
+def test_gradients_are_compared(ours: ORTModule, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours.zero_grad()
+    x = X.clone().requires_grad_()
+    ours(x)
+    with monkeypatch.context() as patch:
+        patch.setattr(ours.module.outside, "slope", 2.0)
+        result, _ = ours(x)
+        before = state(ours)
+        with pytest.raises(
+            VerificationError, match="the gradient of 'linear.weight' is .*The gradients of this call were"
+        ):
+            (result * torch.rand(5, 6)).sum().backward()
+        assert_same(state(ours)[:-1], before[:-1])
+    assert x.grad is None and ours.linear.weight.grad is None
+    result, _ = ours(x)
+    result.pow(2).sum().backward()
+    assert x.grad is not None and ours.linear.weight.grad is not None
+
+
+def test_it_computes_what_it_computes_without_it() -> None:
+    """With a batch norm, several outputs, hooks of parameters that autograd calls once, and two open calls."""
+    eager, ours = pair(Heads(), VERIFIED)
+    calls: list[int] = []
+    ours.first.weight.register_hook(lambda gradient: calls.append(1))
+    for part in ("loss", "class", "turned"):
+
+        def run(module: nn.Module, part: str = part) -> None:
+            result = module(X, label=Y)
+            other = module(X * 2)
+            value = result[part].float().sum() + other["heads"][1].sum() + result["heads"][0].sum()
+            value.backward()
+
+        assert_same_gradients(eager, ours, run)
+        close(list(ours.buffers()), list(eager.buffers()))
+    assert len(calls) == 3
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            close(ours(X), eager(X))
+
+
+class Positions(nn.Module):
+    """Its graph keeps a buffer for the backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(6, 4)
+        self.register_buffer("places", torch.arange(6))
+        self.register_buffer("scale", torch.full((4,), 2.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.embedding(self.places) * self.scale) @ torch.ones(4, 1) * x
+
+
+def test_buffers_that_autograd_has_saved_do_not_count_as_changed() -> None:
+    eager, ours = pair(Positions(), {"debug": {"verify_every": 2}})
+
+    def run(module: nn.Module) -> None:
+        saved = module.scale * module.embedding.weight
+        (module(X.t()).sum() + module(X.t()).sum() + saved.sum()).backward()
+
+    ours(X.t())  # exports
+    for _ in range(2):
+        assert_same_gradients(eager, ours, run)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast(dtype: torch.dtype) -> None:
+    ours = ORTModule(Heads(), VERIFIED)
+    with torch.autocast("cpu", dtype):
+        loss = ours(X, label=Y)["loss"]
+    loss.backward()
+
+
+def test_each_so_many_th_call() -> None:
+    ours = ORTModule(Model().eval(), {"debug": {"verify_every": 3}})
+    for _ in range(2):
+        ours(X)
+    ours.module.outside.factor = 2.0
+    with pytest.raises(VerificationError, match="call 3 of Model"):
+        ours(X)
+    ours.train()
+    with pytest.raises(ValueError, match="debug.verify_every is 3, but .*set utils.random_numbers to 'pytorch'"):
+        ours(X)
+    assert ORTModule(Model(), {"debug": {"verify_every": 0}})._verifier is None

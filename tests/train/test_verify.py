@@ -1,0 +1,306 @@
+"""``debug.verify_every``: a step that PyTorch computes otherwise is refused, and no other."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ort_trainer import ORTTrainer, ORTTrainerOptions, VerificationError, optim
+from ort_trainer.export.torch import builder
+from ort_trainer.export.torch.eager import run_eagerly
+from tests.helpers import MLP, MLP_DESC, assert_same_state, mlp_batches, mlp_trainer
+
+VERIFIED = {"debug": {"verify_every": 1}}
+PYTORCH = {**VERIFIED, "utils": {"random_numbers": "pytorch"}}
+
+
+class Outside:
+    """Holds a value that no guard watches, as it is no module."""
+
+    factor = 1.0
+
+
+class Model(nn.Module):
+    """Has what a graph may fix and what a run may leave: a batch norm, a count, a list, dropout."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.fc1, self.norm, self.fc2 = nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 3)
+        self.dropout = nn.Dropout(dropout)
+        self.outside, self.calls = Outside(), []
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls.append(1)
+        self.count.add_(1)
+        return self.fc2(self.dropout(torch.relu(self.norm(self.fc1(x))) * self.outside.factor))
+
+
+def trainer_of(model: nn.Module, options: dict[str, Any], loss_fn: Any = F.cross_entropy) -> ORTTrainer:
+    return ORTTrainer(model, MLP_DESC, optim.AdamConfig(lr=1e-2), loss_fn, options=ORTTrainerOptions(options))
+
+
+def generators() -> list[Any]:
+    of_numpy = [part.tolist() if isinstance(part, np.ndarray) else part for part in np.random.get_state()]
+    return [random.getstate(), of_numpy, torch.get_rng_state().tolist()]
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("kernels", ["auto", "onnxruntime"])
+@pytest.mark.parametrize("share", [True, False])
+def test_a_value_from_outside_that_has_changed_is_found(share: bool, kernels: str) -> None:
+    model = Model()
+    trainer = trainer_of(model, {**VERIFIED, "utils": {"share_weights": share, "kernels": kernels}})
+    (first, second) = mlp_batches(2)
+    trainer.train_step(*first)
+    before, drawn, calls = trainer.state_dict(), generators(), list(model.calls)
+    addresses = [tensor.data_ptr() for tensor in model.state_dict().values()]
+    model.outside.factor = 2.0
+    for _ in range(2):
+        with pytest.raises(
+            VerificationError, match=r"step 2 differs .*output 'loss' is .*tensors differ.* not taken"
+        ) as e:
+            trainer.train_step(*second)
+    assert "a difference of" in str(e.value) and "debug.verify_every=None" in str(e.value)
+    if share:
+        with pytest.raises(VerificationError):
+            trainer.forward_backward(*second)
+    assert_same_state(trainer.state_dict(), before)
+    assert generators() == drawn and model.calls == calls
+    assert [tensor.data_ptr() for tensor in model.state_dict().values()] == addresses
+    assert all(parameter.grad is None and parameter.requires_grad for parameter in model.parameters())
+    model.outside.factor = 1.0
+    trainer.train_step(*second)
+    assert trainer.train_step_info.step == 2
+
+
+def test_it_trains_as_without_it() -> None:
+    """With all that a step draws, counts and leaves; the generators draw the same afterwards."""
+    verified, other = (trainer_of(Model(dropout=0.5), options) for options in (PYTORCH, {"utils": PYTORCH["utils"]}))
+    for batch in mlp_batches(4):
+        drawn = generators()
+        verified.train_step(*batch)
+        assert generators() == drawn
+        other.train_step(*batch)
+    assert_same_state(verified.state_dict(), other.state_dict())
+
+
+class Hooked(nn.Module):
+    """Its forward pass has a line for each kind of difference."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.fc1, self.norm, self.fc2 = nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 3)
+        self.outside = Outside()
+        self.register_buffer("seen", torch.zeros(16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.norm(self.fc1(x)))
+        self.seen.add_(hidden.detach().mean(0) * self.outside.factor)
+        # The same value with another gradient.
+        return self.fc2(hidden.detach() + (hidden - hidden.detach()) * self.outside.factor)
+
+
+def test_gradients_and_buffers_are_compared() -> None:
+    model = Hooked()
+    trainer = trainer_of(model, VERIFIED)
+    ((x, label),) = mlp_batches(1)
+    trainer.train_step(x, label)
+    model.outside.factor = 2.0
+    with pytest.raises(VerificationError, match=r"differs .*: the gradient of 'fc1.weight' is .* at \[\d+, \d+\], and"):
+        trainer.train_step(x, label)
+    model.outside.factor = 1.0
+    trainer.train_step(x, label)
+    name = trainer.session.graphs(True)[0].buffer_updates["seen"]
+    executor, run = trainer._loop._executor, trainer._loop._executor._runners_for(True)[0].run
+
+    def wrong(*args: Any, **kwargs: Any) -> Any:
+        results, written = run(*args, **kwargs)
+        return results, {**written, name: written[name] + 1.0}
+
+    executor._runners_for(True)[0].run = wrong
+    before = model.seen.clone()
+    with pytest.raises(VerificationError, match=r"differs .*: buffer 'seen' is .* at \[\d+\]"):
+        trainer.train_step(x, label)
+    assert torch.equal(model.seen, before)
+
+
+def test_a_wrong_weight_in_the_graph_is_found() -> None:
+    """The graph's runner was bound to another tensor than the model has."""
+    trainer = mlp_trainer(VERIFIED)
+    ((x, label),) = mlp_batches(1)
+    trainer.train_step(x, label)
+    runner = trainer._loop._executor._runners_for(True)[0]
+    runner.rebind("fc2.bias", torch.ones(3))
+    with pytest.raises(VerificationError, match="output 'loss'"):
+        trainer.train_step(x, label)
+
+
+def test_a_hook_that_came_later_is_found() -> None:
+    trainer = mlp_trainer(VERIFIED)
+    ((x, label),) = mlp_batches(1)
+    trainer.train_step(x, label)
+    handle = trainer._loop.source._model.fc1.weight.register_hook(lambda gradient: gradient * 2)
+    with pytest.raises(VerificationError, match="the gradient of 'fc1.weight'"):
+        trainer.train_step(x, label)
+    handle.remove()
+    trainer.train_step(x, label)
+
+
+def test_each_so_many_th_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A micro-batch's own gradients are compared; a step that was refused is compared again."""
+    compared: list[float] = []
+    run = builder.run_eagerly
+
+    def counted(*args: Any) -> Any:
+        compared.append(args[3])
+        return run(*args)
+
+    monkeypatch.setattr(builder, "run_eagerly", counted)
+    model = Model()
+    options = {"debug": {"verify_every": 2}, "batch": {"gradient_accumulation_steps": 3}}
+    trainer = trainer_of(model, options)
+    for number, batch in enumerate(mlp_batches(7), 1):
+        trainer.train_step(*batch)
+        assert len(compared) == number // 2
+    model.outside.factor = 2.0
+    for _ in range(2):
+        with pytest.raises(VerificationError, match="step 8 differs"):
+            trainer.train_step(*mlp_batches(1)[0])
+    assert trainer.train_step_info.optimization_step == 2
+    for every in (None, 0):
+        assert trainer_of(Model(), {"debug": {"verify_every": every}})._loop._verifier is None
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("kernels", ["auto", "onnxruntime"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_mixed_precision(dtype: str, kernels: str) -> None:
+    options = {
+        **VERIFIED,
+        "mixed_precision": {"enabled": True, "dtype": dtype},
+        "utils": {"kernels": kernels},
+        "batch": {"gradient_accumulation_steps": 2},
+    }
+    trainer = trainer_of(model := Model(), options)
+    for batch in mlp_batches(6):
+        trainer.train_step(*batch)
+        trainer.eval_step(*batch)
+    x, label = mlp_batches(1)[0]
+    trainer.train_step(x * 1e30, label)  # overflows, here and there
+    trainer.train_step(x, label)
+    model.outside.factor = 3.0
+    with pytest.raises(VerificationError):
+        trainer.train_step(x, label)
+
+
+def test_losses_that_are_nan_in_pytorch_too() -> None:
+    trainer = mlp_trainer({"debug": {"verify_every": 1, "max_nonfinite_losses": 2}})
+    x, label = mlp_batches(1)[0]
+    trainer.train_step(x, label)
+    trainer.train_step(x * float("nan"), label)
+    with pytest.raises(FloatingPointError):
+        trainer.train_step(x * float("nan"), label)
+
+
+def test_masks_that_pytorch_would_not_draw_are_refused() -> None:
+    trainer = mlp_trainer({"debug": {"verify_every": 100}}, model=MLP(dropout=0.5))
+    x, label = mlp_batches(1)[0]
+    with pytest.raises(ValueError, match=r"debug.verify_every is 100, but .*set utils.random_numbers to 'pytorch'"):
+        trainer.train_step(x, label)
+    assert trainer.train_step_info.step == 0
+    trainer.eval_step(x, label)
+    trainer = mlp_trainer(
+        {"debug": {"verify_every": 1}, "utils": {"random_numbers": "pytorch_global"}}, model=MLP(dropout=0.5)
+    )
+    for batch in mlp_batches(3):
+        trainer.train_step(*batch)
+
+
+class Bfloat16(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner = MLP().bfloat16()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x.bfloat16())
+
+
+def test_parameters_in_bfloat16() -> None:
+    trainer = trainer_of(Bfloat16(), VERIFIED)
+    for batch in mlp_batches(4):
+        trainer.train_step(*batch)
+
+
+def test_fit_stops_with_the_error() -> None:
+    model = Model()
+    trainer = trainer_of(model, VERIFIED)
+    batches = mlp_batches(3)
+
+    def change(*_: Any) -> None:
+        model.outside.factor = 2.0
+
+    trainer.fit(batches, epochs=1, progress=False)
+    change()
+    with pytest.raises(VerificationError, match="step 4 differs"):
+        trainer.fit(batches, epochs=2, progress=False)
+
+
+class HalfLSTM(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(8, 4, batch_first=True), nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.lstm(x[:, None])[0][:, 0])
+
+
+def test_what_pytorch_itself_cannot_run() -> None:
+    """PyTorch has no LSTM in half precision on this CPU, or the step is compared."""
+    trainer = trainer_of(HalfLSTM(), {**VERIFIED, "mixed_precision": {"enabled": True, "dtype": "float16"}})
+    try:
+        trainer.train_step(*mlp_batches(1)[0])
+    except VerificationError as error:
+        assert "step 1 can't be compared, because it raises in PyTorch itself (RuntimeError: " in str(error)
+        assert trainer.train_step_info.step == 0
+
+
+def test_an_onnx_model_is_compared_with_the_module_made_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes = [
+        onnx.helper.make_node("Gemm", ["x", "w", "b"], ["h"]),
+        onnx.helper.make_node("Tanh", ["h"], ["logits"]),
+    ]
+    weights = [
+        onnx.numpy_helper.from_array(np.random.default_rng(0).normal(size=(8, 3)).astype(np.float32), "w"),
+        onnx.numpy_helper.from_array(np.zeros(3, np.float32), "b"),
+    ]
+    x, logits = (
+        onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, ["batch", size])
+        for name, size in (("x", 8), ("logits", 3))
+    )
+    proto = onnx.helper.make_model(
+        onnx.helper.make_graph(nodes, "g", [x], [logits], weights), opset_imports=[onnx.helper.make_opsetid("", 18)]
+    )
+    trainer = ORTTrainer(
+        proto, "auto", optim.SGDConfig(lr=0.1), loss_fn=F.cross_entropy, options=ORTTrainerOptions(VERIFIED)
+    )
+    for batch in mlp_batches(3):
+        trainer.train_step(*batch)
+    monkeypatch.setattr(builder, "run_eagerly", lambda step, *args: run_eagerly(changed(step), *args))
+    with pytest.raises(VerificationError, match="step 4 differs .*output 'loss'"):
+        trainer.train_step(*mlp_batches(1)[0])
+
+
+def changed(step: Any) -> Any:
+    return dataclasses.replace(step, loss_fn=lambda logits, label: F.cross_entropy(logits * 2, label))
