@@ -321,10 +321,10 @@ class Executor:
             check(step, results, written)
         for name, output in step.buffer_updates.items():
             self.buffers[name].copy_(written[output])
-        found = list(results.values())
-        count = len(found) - len(step.left)
-        self.left = plan.runner.whole, found[count:]
-        return found[:count], written
+        fetched = list(results.values())
+        count = len(fetched) - len(step.left)
+        self.left = plan.runner.whole, fetched[count:]
+        return fetched[:count], written
 
     def _scale(self, step: Step, value: float) -> torch.Tensor | None:
         """Returns the loss scale as a graph input, the same tensor until it changes; None if the graph has none."""

@@ -28,7 +28,7 @@ from ..export.torch.guard.reads import Reads, Root
 from ..export.torch.model import recompute_options
 from ..export.torch.outside.leftovers import decode, encode
 from ..export.torch.outside.notes import Notes
-from ..export.torch.outside.recorder import Recorder
+from ..export.torch.outside.recorder import Pair, Recorder
 from ..export.torch.step_module import canonical_names
 from ..options import ORTTrainerOptions
 from ..step import Step
@@ -98,6 +98,10 @@ class _Found:
             for link in self.links:
                 link.apply(tensors, values)
         return self.results(tensors[:own] if left.tensors else tensors)
+
+    def tensors_in(self, result: Any) -> list[torch.Tensor]:
+        """Returns the tensors in a result of the module, in the order in which the graphs return them."""
+        return _tensors_in(result, self.notes)
 
     def takes(self, shapes: Mapping[str, tuple[int, ...]]) -> bool:
         """Returns whether the graphs are valid for inputs of these shapes."""
@@ -280,7 +284,7 @@ class CallGraphs:
         forward, backward = builder.build_call(sample)
         notes = noted[-1]
         self._reads.add(notes)
-        outputs, results = self._results(result, notes)
+        outputs = _tensors_in(result, notes)
         if len(outputs) != len(forward.outputs) - notes.leftovers.tensors:
             raise ExportError(
                 f"forward() of {type(module).__name__} returns {len(outputs)} tensors, but "
@@ -296,10 +300,11 @@ class CallGraphs:
         state = [(self._outside, name) if name in outside else self._place(name) for name in forward.state]
         linked = links(outputs, [*(owner[name] for owner, name in state), *copies.values()])
         changes_inputs = bool(forward.input_updates)
+        results = self._results(result, notes)
         return _Found(description, passes, state, results, notes, Root(module), linked, changes_inputs)
 
-    def _results(self, result: Any, notes: Notes) -> tuple[list[torch.Tensor], Callable[[Sequence[torch.Tensor]], Any]]:
-        """Returns the tensors in a result of the module, and the function that makes a result of others.
+    def _results(self, result: Any, notes: Notes) -> Callable[[Sequence[torch.Tensor]], Any]:
+        """Returns the function that makes the module's result from the tensors in it.
 
         Args:
             result: What the module returned on trial.
@@ -307,12 +312,10 @@ class CallGraphs:
         """
         code, root = notes.result, Root(self._module)
         if code is not None:
-            outputs: list[torch.Tensor] = []
-            encode(result, outputs, {})
-            return outputs, lambda tensors: decode(code, tensors, root)
+            return lambda tensors: decode(code, tensors, root)
         named: dict[str, torch.Tensor] = {}
         layout = flatten("output", result, named, objects=True)
-        return list(named.values()), lambda tensors: rebuild(layout, dict(zip(named, tensors, strict=True)))
+        return lambda tensors: rebuild(layout, dict(zip(named, tensors, strict=True)))
 
     def _kernels(self, device: torch.device) -> str:
         chosen = self._options.utils.kernels
@@ -343,9 +346,7 @@ class CallGraphs:
         values = {name: rebuild(layout, copies) for name, layout in layouts.items()}
         args, kwargs = list(values.values())[: len(positional)], {name: values[name] for name in named}
         modes = self._watch.modes if self._watch else None
-        step = nn.Module()
-        step.model, step.loss_fn = self._module, None
-        self._trial = Recorder(step)
+        self._trial = Recorder(Pair(self._module))
         with (
             BORROWED,
             borrowed(self._module, (), self._module.training, modes),
@@ -357,6 +358,16 @@ class CallGraphs:
             result = self._module(*args, **kwargs)
         as_before(layouts, values, copies)
         return result
+
+
+def _tensors_in(result: Any, notes: Notes) -> list[torch.Tensor]:
+    if notes.result is not None:
+        tensors: list[torch.Tensor] = []
+        encode(result, tensors, {})
+        return tensors
+    named: dict[str, torch.Tensor] = {}
+    flatten("output", result, named, objects=True)
+    return list(named.values())
 
 
 def _device_of(tensors: Sequence[torch.Tensor]) -> torch.device:

@@ -14,6 +14,7 @@ from ..export.nested import flatten, rebuild
 from ..export.torch.borrow import BORROWED, borrowed
 from ..export.torch.differences import WHY_DIFFERENT, check_comparable, gradient_floor, not_run, report
 from ..export.torch.eager import coarsest, gradient_of, random_state_kept, shaken, with_values
+from ..export.torch.outside.recorder import Pair, Recorder
 from .graphs import _Found as Found
 from .passes import Call
 
@@ -48,19 +49,19 @@ class CallVerifier:
         check_comparable(found.passes.step.random, self._every)
         if (self._count + 1) % self._every:
             self._count += 1
-            return found.result(call(values))
+            return found.result(call(values), values)
         given, number = list(values), self._count + 1
         with torch.inference_mode(False):
             eager = _EagerCall(self._module, found, values, args, kwargs, number)
         tensors = call(values, eager.check_gradients)
         try:
             with torch.inference_mode(False):
-                eager.check(dict(zip(found.outputs, tensors, strict=True)), given)
+                eager.check(_numbered(tensors), given)
         except BaseException:
             eager.put_back(given)
             raise
         self._count += 1
-        return found.result(tensors)
+        return found.result(tensors, given)
 
 
 class _EagerCall:
@@ -116,11 +117,13 @@ class _EagerCall:
             for key, value in self._inputs.items()
         }
         kind, enabled = self._device.type, self._autocast is not None
+        recorder = Recorder(Pair(module))
         with (
             BORROWED,
             random_state_kept(self._device, self._state),
             with_values(module, tensors, epsilon, shake),
             borrowed(module, self._trainable, module.training, self._modes),
+            recorder.running(),
             torch.set_grad_enabled(self._with_grad),
         ):
             copies = {key: value.clone() for key, value in leaves.items()}  # which forward() may change
@@ -131,13 +134,16 @@ class _EagerCall:
             with torch.autocast(kind, self._autocast or torch.float16, enabled=enabled):
                 result = module(*arguments, **keywords)
             torch.clear_autocast_cache()
-            outputs: Named = {}
-            layout = flatten("output", result, outputs, objects=True)
+            # What is left outside is compared as well; the graph returns it after the results.
+            outputs = _numbered([*self._found.tensors_in(result), *recorder.leave(strict=False)])
             if tangents is not None:
                 return self._gradients(outputs, leaves, tangents)
-            if list(outputs) != self._found.outputs or _constants(layout) != _constants(self._found.layout):
-                returned = [*outputs, *_constants(layout)]
-                self.refuse(f"forward() returns other tensors or constants, {returned}.", "Nothing has changed.")
+            if len(outputs) != len(self._found.passes.step.outputs):
+                self.refuse(
+                    f"forward() returns and leaves {len(outputs)} tensors, and the graph has "
+                    f"{len(self._found.passes.step.outputs)}.",
+                    "Nothing has changed.",
+                )
             return self._named(outputs, [*self._state_of_now(), *copies.values()])
 
     def check(self, outputs: Named, values: Sequence[torch.Tensor]) -> None:
@@ -165,8 +171,7 @@ class _EagerCall:
         Raises:
             VerificationError: If one differs.
         """
-        names = self._found.outputs
-        tangents = {name: value for name, value in zip(names, gradients, strict=True) if value is not None}
+        tangents = {f"output_{at}": value for at, value in enumerate(gradients) if value is not None}
         trained = self._trained_names()
         ours = {name: value for name, value in zip(trained, found, strict=True) if value is not None}
         theirs = self._reference(tangents)
@@ -230,7 +235,8 @@ class _EagerCall:
         """Returns the module's tensors that the graph takes; while it runs in PyTorch, buffers are copies."""
         module = self._module
         now = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-        return [now[name] for name in self._places[: len(self._values)]]
+        # Tensors from outside are where they were.
+        return [now.get(name, value) for name, value in zip(self._places, self._values, strict=False)]
 
     def _trained_names(self) -> list[str]:
         count = len(self._values)
@@ -240,13 +246,8 @@ class _EagerCall:
         ]
 
 
-def _constants(layout: Any) -> list[str]:
-    """Returns the numbers and strings in a layout, as text."""
-    if not isinstance(layout, tuple):
-        return []
-    if layout[:1] == ("value",):
-        return [repr(layout[2])] if isinstance(layout[2], (bool, int, float, str)) else []
-    return [text for part in layout for text in _constants(part)]
+def _numbered(tensors: Sequence[torch.Tensor]) -> Named:
+    return {f"output_{at}": value for at, value in enumerate(tensors)}
 
 
 @contextlib.contextmanager

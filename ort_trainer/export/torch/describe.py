@@ -16,7 +16,7 @@ from ..nested import Layout, argument_of, rebuild
 from .borrow import borrowed
 from .explain import gradients_within, source_line_of_error
 from .isolation import can_isolate, run_in_child
-from .outside.recorder import Recorder
+from .outside.recorder import Pair, Recorder
 from .step_module import (
     LossFunction,
     label_parameters,
@@ -223,8 +223,7 @@ def _outputs(
     tensors = {name: value.clone() for name, value in batch.items()}
     data = {argument: rebuild(layout, tensors) for argument, layout in layouts.items()}
     given = [data.pop(label) for label in labels]
-    step = nn.Module()
-    step.model, step.loss_fn = model, loss_fn
+    step = Pair(model, loss_fn)
     with (
         borrowed(step, (), training=True),
         Recorder(step).running(),

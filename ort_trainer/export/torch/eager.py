@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import random
 from collections.abc import Collection, Iterator, Mapping
 from typing import NamedTuple
 
-import numpy
 import torch
 from torch import nn
 
@@ -106,24 +104,19 @@ def run_eagerly(
 
 @contextlib.contextmanager
 def random_state_kept(device: torch.device, state: torch.Tensor | None = None) -> Iterator[None]:
-    """Restores the generators of PyTorch, Python and NumPy afterwards.
+    """Restores PyTorch's generators afterwards; no step draws from those of Python and NumPy.
 
     Args:
         device: Whose global generator of PyTorch is restored, beside the CPU's.
         state: What this generator begins with; None for its own state.
     """
-    of_python, of_numpy = random.getstate(), numpy.random.get_state()
     on_cpu = device.type == "cpu"
-    try:
-        with torch.random.fork_rng([] if on_cpu else [device]):
-            if state is not None and on_cpu:
-                torch.set_rng_state(state)
-            elif state is not None:
-                torch.cuda.set_rng_state(state, device)
-            yield
-    finally:
-        random.setstate(of_python)
-        numpy.random.set_state(of_numpy)
+    with torch.random.fork_rng([] if on_cpu else [device]):
+        if state is not None and on_cpu:
+            torch.set_rng_state(state)
+        elif state is not None:
+            torch.cuda.set_rng_state(state, device)
+        yield
 
 
 def coarsest(tensors: Collection[torch.Tensor]) -> torch.dtype:

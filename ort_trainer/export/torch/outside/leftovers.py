@@ -38,7 +38,7 @@ class Leftovers:
     writes: tuple[tuple[Place, Code], ...] = ()
     tensors: int = 0
 
-    def leave(self, root: nn.Module, tensors: Sequence[torch.Tensor]) -> None:
+    def leave(self, root: Any, tensors: Sequence[torch.Tensor]) -> None:
         """Leaves everything in its place.
 
         Args:
@@ -108,7 +108,7 @@ def encode(value: Any, tensors: list[torch.Tensor], known: Mapping[int, Place]) 
     return ["object", *_path_of(type(value)), parts, entries]
 
 
-def decode(code: Code, tensors: Sequence[torch.Tensor], root: nn.Module) -> Any:
+def decode(code: Code, tensors: Sequence[torch.Tensor], root: Any) -> Any:
     """Returns the value that :func:`encode` has written down.
 
     Args:

@@ -19,7 +19,8 @@ class Notes:
 
     Attributes:
         reads: Places on whose values the graph depends.
-        conditions: Comparisons of numbers that may change, with the results on which the graph depends.
+        conditions: Comparisons of numbers that may change, and their types, with the results on which the graph
+            depends.
         tensors: Name of an input of the graph that counts as a buffer -> the place of the tensor.
         scalars: Name of such an input -> the expression that is its value, and its dtype.
         leftovers: What each run leaves. Its tensors are the last results of the graph.
@@ -27,7 +28,7 @@ class Notes:
     """
 
     reads: tuple[Place, ...] = ()
-    conditions: tuple[tuple[Expression, bool], ...] = ()
+    conditions: tuple[tuple[Expression, Any], ...] = ()
     tensors: Mapping[str, Place] = field(default_factory=dict)
     scalars: Mapping[str, tuple[Expression, str]] = field(default_factory=dict)
     leftovers: Leftovers = field(default_factory=Leftovers)

@@ -115,7 +115,7 @@ class Number:
         self.value, self.expression, self.uses = value, expression, uses
 
     @property
-    def __class__(self) -> type:
+    def __class__(self) -> type:  # type: ignore[override]
         return type(self.value)
 
     def fixed(self) -> Any:
@@ -124,7 +124,7 @@ class Number:
         return self.value
 
     def __bool__(self) -> bool:
-        return _compared("ne", self, 0)
+        return bool(_compared("ne", self, 0))
 
     def __hash__(self) -> int:
         return hash(self.fixed())

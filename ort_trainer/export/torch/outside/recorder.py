@@ -28,11 +28,11 @@ from torch import nn
 from ....core.errors import ExportError
 from .leftovers import Code, Leftovers, encode
 from .notes import Notes
-from .numbers import Number, Uses, text_of
+from .numbers import Expression, Number, Uses, text_of
 from .places import MISSING, Place, Step, attributes_of, described, of_class, read, refill, write
 from .values import CONTAINERS, frozen, is_plain, is_watched, parts_of
 
-__all__ = ["Recorder"]
+__all__ = ["Pair", "Recorder"]
 
 # What every module has: its parts, which a ModelWatch compares, and its mode.
 # Recurrent layers of PyTorch keep references to their weights.
@@ -51,12 +51,27 @@ _NAMESPACES = (types.SimpleNamespace, threading.local)
 _DESCRIPTORS = (property, types.GetSetDescriptorType)
 
 
+class Pair(nn.Module):
+    """A model and a loss function, from which places begin.
+
+    Args:
+        model: The model.
+        loss_fn: The loss function, or None.
+    """
+
+    model: nn.Module
+    loss_fn: Any
+
+    def __init__(self, model: nn.Module, loss_fn: Any = None) -> None:
+        super().__init__()
+        self.model, self.loss_fn = model, loss_fn
+
+
 class Recorder:
     """Takes notes of one run.
 
     Args:
-        root: The module of a step, from which all places begin. Its attribute ``model`` is the model, ``loss_fn`` the
-            loss function.
+        root: Where places begin: a :class:`Pair`, or a module with the same attributes.
         numbers: Places of numbers that change from run to run.
 
     Attributes:
@@ -69,7 +84,7 @@ class Recorder:
         result: What a module returns; None if it can't be written down.
     """
 
-    def __init__(self, root: nn.Module, numbers: Collection[Place] = ()) -> None:
+    def __init__(self, root: Any, numbers: Collection[Place] = ()) -> None:
         self._root, self.numbers = root, set(numbers)
         self._thread = 0
         self.leftovers = Leftovers()
@@ -213,6 +228,7 @@ class Recorder:
         """
         numbers = {place for place in self._stood_in if place in self.reads}
         fixed = [place for place in self.reads if place not in numbers or place in self.uses.fixed]
+        kinds: list[tuple[Expression, Any]]
         kinds = [(["type", ["at", place]], type(self.reads[place]).__name__) for place in numbers]
         scalars = {text_of(e): (e, str(tensor.dtype)) for e, tensor in self.uses.scalars}
         return Notes(
@@ -281,7 +297,7 @@ class Recorder:
         elif isinstance(value, (*CONTAINERS, functools.partial)):
             self._copy(value, place)
             for step, part in parts_of(value):
-                self._meet(part, (*place, step))
+                self._meet(part, (*place, Step(*step)))
         elif isinstance(value, (random.Random, numpy.random.Generator, numpy.random.RandomState)):
             self._generators.append((place, value, repr(_state_of(value))))
         elif isinstance(value, Iterator):
