@@ -115,7 +115,7 @@ class Number:
         self.value, self.expression, self.uses = value, expression, uses
 
     @property
-    def __class__(self) -> type:  # type: ignore[override]
+    def __class__(self) -> type:  # type: ignore[misc]
         return type(self.value)
 
     def fixed(self) -> Any:

@@ -441,7 +441,7 @@ class Recorder:
         """Takes notes of what is read of the objects of a class; returns False if that is impossible."""
         if any(base in self._classes for base in kind.__mro__):
             return True
-        original: Callable[[Any, str], Any] = kind.__getattribute__
+        original: Any = kind.__getattribute__
         met, seen, mine = self._met, self._seen, self._thread
 
         def watched(owner: Any, name: str) -> Any:
