@@ -114,8 +114,8 @@ class Number:
     def __init__(self, value: Any, expression: Expression, uses: Uses) -> None:
         self.value, self.expression, self.uses = value, expression, uses
 
-    @property
-    def __class__(self) -> type:  # type: ignore[misc]
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
         return type(self.value)
 
     def fixed(self) -> Any:
