@@ -9,17 +9,28 @@ from __future__ import annotations
 import dataclasses
 import math
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
-__all__ = ["Layout", "argument_of", "constants_of", "default_layout", "flatten", "has_tensors", "mapped", "rebuild"]
+__all__ = [
+    "Layout",
+    "argument_of",
+    "constants_of",
+    "default_layout",
+    "flatten",
+    "has_tensors",
+    "mapped",
+    "rebuild",
+    "with_numbers_apart",
+]
 
 Layout = tuple[Any, ...]
 """``("tensor", input name)``, ``("value", type, value)``, or a container's kind with the layouts of its parts; of an
-object ``("object", type, parts)``, of a mapping that is more than a dict ``("mapping", type, parts)``."""
+object ``("object", type, parts)``, of a mapping that is more than a dict ``("mapping", type, parts)``. A number that
+changes from call to call is ``("number", input name, type)``."""
 
 _PLAIN = (type(None), bool, int, float, str)
 # They have no state, though they are compared by identity.
@@ -134,17 +145,43 @@ def _names_of(slots: Any) -> list[str]:
 def mapped(layout: Layout, function: Callable[[Layout], Layout]) -> Layout:
     """Returns a layout whose tensors and values a function has replaced."""
     kind, parts = layout[0], layout[-1]
-    if kind in ("tensor", "value"):
+    if kind in ("tensor", "value", "number"):
         return function(layout)
     if kind in ("dict", "mapping", "object"):
         return (*layout[:-1], tuple((key, mapped(part, function)) for key, part in parts))
     return (*layout[:-1], tuple(mapped(part, function) for part in parts))
 
 
-def rebuild(layout: Layout, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """Returns an argument from its layout and the tensors by input name."""
+def with_numbers_apart(
+    layout: Layout, name: str, numbers: dict[str, Any], wanted: Collection[str] | None = None
+) -> Layout:
+    """Returns a layout with names in place of numbers and strings.
+
+    Args:
+        layout: The layout.
+        name: The name of its argument.
+        numbers: Receives the numbers and strings by name.
+        wanted: Names of those to replace; None for all.
+    """
+    kind, parts = layout[0], layout[-1]
+    if kind == "value":
+        if layout[1] not in (int, float, str) or (wanted is not None and name not in wanted):
+            return layout
+        numbers[name] = layout[2]
+        return ("number", name, layout[1])
+    if kind in ("tensor", "number"):
+        return layout
+    if kind in ("dict", "mapping", "object"):
+        named = ((key, with_numbers_apart(part, f"{name}.{key}", numbers, wanted)) for key, part in parts)
+        return (*layout[:-1], tuple(named))
+    inner = (with_numbers_apart(part, f"{name}.{at}", numbers, wanted) for at, part in enumerate(parts))
+    return (*layout[:-1], tuple(inner))
+
+
+def rebuild(layout: Layout, tensors: Mapping[str, Any]) -> Any:
+    """Returns an argument from its layout and the tensors, and numbers, by input name."""
     kind, *rest = layout
-    if kind == "tensor":
+    if kind in ("tensor", "number"):
         return tensors[rest[0]]
     if kind == "value":
         return rest[1]
@@ -156,7 +193,7 @@ def rebuild(layout: Layout, tensors: Mapping[str, torch.Tensor]) -> Any:
     return parts if kind == "list" else tuple(parts) if kind == "tuple" else kind(*parts)
 
 
-def _rebuild_object(kind: str, which: Any, parts: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+def _rebuild_object(kind: str, which: Any, parts: Any, tensors: Mapping[str, Any]) -> Any:
     if kind == "sequence":  # what torch.max and others return
         return which([rebuild(part, tensors) for part in parts])
     found = {key: rebuild(part, tensors) for key, part in parts}
@@ -192,7 +229,7 @@ def default_layout(argument: str, names: Iterable[str]) -> Layout:
 def has_tensors(layout: Layout) -> bool:
     """Returns whether an argument contains a tensor."""
     kind, *rest = layout
-    if kind in ("tensor", "value"):
+    if kind in ("tensor", "value", "number"):
         return bool(kind == "tensor")
     return any(map(has_tensors, (part for _, part in rest[0]) if kind == "dict" else rest[0]))
 

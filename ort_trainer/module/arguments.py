@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -17,7 +17,7 @@ from unittest import mock
 import torch
 
 from ..core.errors import ExportError
-from ..export.nested import Layout, flatten, mapped
+from ..export.nested import Layout, flatten, mapped, with_numbers_apart
 
 __all__ = [
     "Link",
@@ -139,13 +139,19 @@ def private(layout: Layout) -> Layout:
     return mapped(layout, lambda part: (*part[:2], copy.deepcopy(part[2]), *part[3:]) if len(part) > 3 else part)
 
 
-def as_before(layouts: Mapping[str, Layout], values: Mapping[str, Any], leaves: Mapping[str, torch.Tensor]) -> None:
+def as_before(
+    layouts: Mapping[str, Layout],
+    values: Mapping[str, Any],
+    leaves: Mapping[str, torch.Tensor],
+    numbers: Collection[str],
+) -> None:
     """Raises if a call has changed its arguments other than in place in tensors, which a graph would not do.
 
     Args:
         layouts: The layouts from which they were built, by name.
         values: The arguments.
         leaves: The tensors in them.
+        numbers: Names of numbers that the layouts have apart.
 
     Raises:
         ExportError: If so.
@@ -155,7 +161,7 @@ def as_before(layouts: Mapping[str, Layout], values: Mapping[str, Any], leaves: 
     if len(set(map(id, now.values()))) < len(now):
         after = list(merged(after, now))
     for (name, before), layout in zip(layouts.items(), after, strict=True):
-        if before != layout:
+        if before != with_numbers_apart(layout, name, {}, numbers):
             raise ExportError(f"forward() changes its argument {name!r}, which is no tensor: return what it adds to it")
     if now.keys() != leaves.keys() or any(now[name] is not value for name, value in leaves.items()):
         raise ExportError("forward() puts other tensors into its arguments: return them instead")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from inspect import Parameter
 from typing import Any
 
@@ -18,7 +18,7 @@ from ..engine.ort import providers_for, session_options
 from ..engine.programs.runner import ProgramRunner
 from ..engine.runner import GraphRunner, SessionRunner
 from ..engine.torch_memory import TorchMemory, readable
-from ..export.nested import Layout, flatten, rebuild
+from ..export.nested import Layout, flatten, rebuild, with_numbers_apart
 from ..export.torch import GraphBuilder
 from ..export.torch.borrow import BORROWED, borrowed
 from ..export.torch.call import CallDescription, ExportedCall
@@ -48,6 +48,9 @@ from .fallback import NoGraphError, OptionError, SettlingError, refuse_uninitial
 from .passes import Call, Passes
 
 __all__ = ["CallGraphs"]
+
+Layouts = tuple[Layout, ...]
+NamedLayouts = tuple[tuple[str, Layout], ...]
 
 _log = logging.getLogger(__name__)
 # Each costs an export; a module that fixes a size, or gets another constant in every call, must not export without end.
@@ -136,12 +139,17 @@ class CallGraphs:
         self._watch: ModelWatch | None = None  # made in the next call: a lazy module has no parameters yet
         self._found: dict[Any, list[_Found]] = {}
         self._calls: dict[Any, tuple[_Found, Call]] = {}
+        # Numbers among the arguments that have changed from call to call, and their values in the present one. Of calls
+        # that differ only in numbers, the numbers of the first.
+        self._changing: set[str] = set()
+        self._arguments: dict[str, Any] = {}
+        self._first_numbers: dict[Any, dict[str, Any]] = {}
         self.refused: dict[Any, str] = {}
 
     def _begin(self) -> ModelWatch:
         refuse_uninitialized(self._module)
         self._watch = ModelWatch(self._module, list(canonical_names(self._module)), (), own_modes=True)
-        self._reads = Reads(Root(self._module))
+        self._reads = Reads(Root(self._module, None, self._arguments))
         self._outside: dict[str, torch.Tensor] = {}
         return self._watch
 
@@ -168,6 +176,8 @@ class CallGraphs:
             layouts = merged([*positional, *(layout for _, layout in named)], leaves)
             positional, of_names = layouts[: len(args)], layouts[len(args) :]
             named = tuple(zip(kwargs, of_names, strict=True))
+        if self._changing:
+            positional, named = self._with_numbers_apart(positional, named, self._arguments, self._changing)
         try:
             structure = (self._watch or self._begin()).variant(True)
         except ModelChangedError as error:
@@ -187,6 +197,8 @@ class CallGraphs:
                 f"an argument of {type(self._module).__name__} is neither a tensor nor a constant that can be compared "
                 f"({error}): pass arrays as tensors"
             ) from None
+        if known is None and self._has_changing_numbers(positional, named):
+            return self.find(args, kwargs)
         if known is None:
             with torch.inference_mode(False):
                 known = self._add(leaves, tuple(key))
@@ -201,6 +213,24 @@ class CallGraphs:
             refuse_shared_memory(leaves, values)
         values += leaves.values()
         return found, call, values
+
+    def _with_numbers_apart(
+        self, positional: Layouts, named: NamedLayouts, numbers: dict[str, Any], wanted: Collection[str] | None
+    ) -> tuple[Layouts, NamedLayouts]:
+        """Returns layouts with names in place of numbers: of all, or of those that are wanted."""
+        return (
+            tuple(with_numbers_apart(part, self._name(at), numbers, wanted) for at, part in enumerate(positional)),
+            tuple((name, with_numbers_apart(part, name, numbers, wanted)) for name, part in named),
+        )
+
+    def _has_changing_numbers(self, positional: Layouts, named: NamedLayouts) -> bool:
+        """Returns whether a call differs from another only in numbers; they are inputs of graphs from now on."""
+        numbers: dict[str, Any] = {}
+        kind = self._with_numbers_apart(positional, named, numbers, None)
+        first = self._first_numbers.setdefault(kind, numbers)
+        changed = {name for name, value in numbers.items() if first[name] != value}
+        self._changing |= changed
+        return bool(changed)
 
     def _name(self, place: int) -> str:
         return self._names[place] if place < len(self._names) else f"args.{place}"
@@ -270,6 +300,7 @@ class CallGraphs:
             kwargs=dict(named),
             requires_grad=frozenset(name for name, value in leaves.items() if value.requires_grad and with_grad),
             carries=True,
+            arguments=dict(self._arguments),
             numbers=frozenset(self._reads.numbers),
         )
         sample = {name: value.clone() if value.is_inference() else value for name, value in leaves.items()}
@@ -301,7 +332,9 @@ class CallGraphs:
         linked = links(outputs, [*(owner[name] for owner, name in state), *copies.values()])
         changes_inputs = bool(forward.input_updates)
         results = self._results(result, notes)
-        return _Found(description, passes, state, results, notes, Root(module), linked, changes_inputs)
+        return _Found(
+            description, passes, state, results, notes, Root(module, None, self._arguments), linked, changes_inputs
+        )
 
     def _results(self, result: Any, notes: Notes) -> Callable[[Sequence[torch.Tensor]], Any]:
         """Returns the function that makes the module's result from the tensors in it.
@@ -310,7 +343,7 @@ class CallGraphs:
             result: What the module returned on trial.
             notes: The notes of the export.
         """
-        code, root = notes.result, Root(self._module)
+        code, root = notes.result, Root(self._module, None, self._arguments)
         if code is not None:
             return lambda tensors: decode(code, tensors, root)
         named: dict[str, torch.Tensor] = {}
@@ -343,7 +376,7 @@ class CallGraphs:
         """Runs the module once, without a trace, to see what it returns."""
         layouts = {self._name(at): private(layout) for at, layout in enumerate(positional)}
         layouts |= {name: private(layout) for name, layout in named.items()}
-        values = {name: rebuild(layout, copies) for name, layout in layouts.items()}
+        values = {name: rebuild(layout, {**copies, **self._arguments}) for name, layout in layouts.items()}
         args, kwargs = list(values.values())[: len(positional)], {name: values[name] for name in named}
         modes = self._watch.modes if self._watch else None
         self._trial = Recorder(Pair(self._module))
@@ -356,7 +389,7 @@ class CallGraphs:
             without_reading_memory(copies),
         ):
             result = self._module(*args, **kwargs)
-        as_before(layouts, values, copies)
+        as_before(layouts, values, copies, self._changing)
         return result
 
 

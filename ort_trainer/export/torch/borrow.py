@@ -89,7 +89,10 @@ def borrowed(
             for name, buffer, value in buffers:
                 if name in resized:
                     buffer.resize_(value.shape)
-                buffer.copy_(value)
+                if not torch.equal(
+                    buffer, value
+                ):  # a copy would count as a change for graphs of autograd that saved it
+                    buffer.copy_(value)
     if resized:
         raise ExportError(
             f"forward() changes the size of the buffers {resized}, which a graph can't do: if only its first call does "

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
 from ...options import InputDescription, ModelDescription
 from ..nested import Layout, flatten, rebuild
+from .outside.places import Step
 from .step_module import ExportedStep, StepModule
 
 __all__ = ["CallDescription", "CallModule", "ExportedCall"]
@@ -65,11 +67,13 @@ class ExportedCall(ExportedStep):
         args: Layouts of the positional arguments.
         kwargs: Layouts of the keyword arguments.
         requires_grad: Names of the inputs that require grad.
+        arguments: Numbers among the arguments that change from call to call, by name.
     """
 
     args: tuple[Layout, ...]
     kwargs: Mapping[str, Layout]
     requires_grad: frozenset[str]
+    arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def module(self) -> CallModule:
         """Returns the call as a function of flat tensors."""
@@ -81,6 +85,10 @@ class ExportedCall(ExportedStep):
         return [value.detach().requires_grad_(name in self.requires_grad) for name, value in named]
 
 
+class _Arguments(dict[str, Any]):
+    """A class of its own, as torch.export empties plain containers that it finds in modules."""
+
+
 class CallModule(StepModule):
     """A call as a function: input tensors in, all tensors that the module returns out, as they are."""
 
@@ -89,10 +97,12 @@ class CallModule(StepModule):
     def __init__(self, call: ExportedCall) -> None:
         super().__init__(call)
         self._args, self._kwargs = call.args, call.kwargs
+        self.arguments = _Arguments(call.arguments)
+        self.recorder.numbers |= {(Step("get", "arguments"), Step("key", name)) for name in call.arguments}
 
     def run(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Runs the module."""
-        tensors = dict(zip(self._names, inputs, strict=True))
+        tensors = {**dict(zip(self._names, inputs, strict=True)), **self.arguments}
         args = [rebuild(layout, tensors) for layout in self._args]
         kwargs = {name: rebuild(layout, tensors) for name, layout in self._kwargs.items()}
         result = self.model(*args, **kwargs)

@@ -361,6 +361,7 @@ class StepModule(nn.Module):
         branches: Answers the conditions on values.
         carries: As in :class:`ExportedStep`.
         leaves: Whether the tensors that a run leaves outside are further results.
+        arguments: Numbers among the arguments that change from call to call, by name.
     """
 
     hooks_of_parameters = False
@@ -377,6 +378,7 @@ class StepModule(nn.Module):
         self.recorder, self.assigned = Recorder(self, step.numbers), AssignedBuffers(self)
         self.branches = Branches(step.answers)
         self.carries, self.leaves = step.carries, False
+        self.arguments: dict[str, Any] = {}
 
     def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Runs the model and the loss function: outputs, what is left outside, conditions."""

@@ -40,10 +40,12 @@ class Root:
     Attributes:
         model: The model.
         loss_fn: The loss function, or None.
+        arguments: Numbers among the arguments of a call, by name.
     """
 
     model: nn.Module
     loss_fn: Any = None
+    arguments: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -237,8 +239,8 @@ def _add_place(condition: Condition, owner: Any, step: Step) -> None:
         where = f"{name(vars(base))}[{key!r}]"
     elif kind == "cell" and value is not MISSING:
         where = f"{name(owner.__closure__[key])}.cell_contents"
-    elif kind == "item":
-        where = f"{name(owner)}[{key}]"
+    elif kind in ("item", "key") and value is not MISSING:
+        where = f"{name(owner)}[{key!r}]"
     elif kind == "get" and getattr(owner, str(key), MISSING) is value:
         where = f"getattr({name(owner)}, {key!r}, MISSING)"
     elif kind == "get":  # made anew at each access

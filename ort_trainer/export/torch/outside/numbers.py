@@ -1,5 +1,7 @@
 """Numbers that change from run to run: during a capture an object stands in for each, and notes what is done with it.
 
+Strings among the arguments of a call are treated alike, as many are not used at all, such as the names of files.
+
 What is computed from such a number outside tensors is an expression, which is evaluated again for each run. In the
 arithmetic of tensors, the expression is an input of the graph. A comparison becomes a condition of the graph. Whatever
 else is done with the number ties the graph to its value.

@@ -28,7 +28,8 @@ class Step(NamedTuple):
         kind: ``get`` (what the owner's attribute returns), ``attribute`` (an entry of its ``__dict__``), ``tensor`` (a
             module's parameter or buffer), ``class`` (an attribute of its class), ``global`` (a global variable of a
             function), ``cell`` (a variable of a function's closure), ``item`` (of a sequence), ``entry`` (of a dict, by
-            the position of its key), or ``contents`` (all that a container holds, only to be written).
+            the position of its key), ``key`` (of a dict, by a key that is a string), or ``contents`` (all that a
+            container holds, only to be written).
         key: A name or a position.
     """
 
@@ -73,6 +74,7 @@ _READ: dict[str, Callable[[Any, Any], Any]] = {
     "cell": _in_cell,
     "item": _in_sequence,
     "entry": _in_dict,
+    "key": lambda owner, key: owner.get(key, MISSING),
 }
 
 
@@ -97,7 +99,7 @@ def write(root: Any, place: Place, value: Any) -> None:
             owner.__closure__[key].cell_contents = value
     elif kind == "contents":
         refill(owner, value)
-    elif kind == "item":
+    elif kind in ("item", "key"):
         owner[key] = value
     elif kind == "entry":
         owner[list(owner)[int(key)]] = value
@@ -122,7 +124,7 @@ def described(place: Place) -> str:
     """Returns a place as text for messages, such as ``layer.hidden[0]`` or ``global SCALE``."""
     text = ""
     for kind, key in place:
-        if kind in ("item", "entry"):
+        if kind in ("item", "entry", "key"):
             text += f"[{key}]"
         elif kind == "contents":
             continue

@@ -57,6 +57,9 @@ class Pair(nn.Module):
     Args:
         model: The model.
         loss_fn: The loss function, or None.
+
+    Attributes:
+        arguments: Numbers among the arguments, by name.
     """
 
     model: nn.Module
@@ -65,6 +68,7 @@ class Pair(nn.Module):
     def __init__(self, model: nn.Module, loss_fn: Any = None) -> None:
         super().__init__()
         self.model, self.loss_fn = model, loss_fn
+        self.arguments: dict[str, Any] = {}
 
 
 class Recorder:
@@ -120,7 +124,7 @@ class Recorder:
         self._thread = threading.get_ident()
         for place in self.numbers:
             value = read(self._root, place)
-            if type(value) in (int, float):
+            if type(value) in (int, float, str):
                 self._numbers[place] = value
                 self._stood_in.add(place)
                 write(self._root, place, Number(value, ["at", place], self.uses))
@@ -129,6 +133,8 @@ class Recorder:
             for name, module in self._root.named_modules():
                 if name:
                     self._meet_module(module, tuple(Step("get", part) for part in name.split(".")))
+            for name, value in self._root.arguments.items():
+                self._record((Step("get", "arguments"), Step("key", name)), value)
             if not isinstance(self._root.loss_fn, nn.Module):
                 self._meet(self._root.loss_fn, (Step("get", "loss_fn"),))
             yield

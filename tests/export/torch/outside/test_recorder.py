@@ -1,0 +1,158 @@
+"""What a run reads and leaves outside tensors: errors, threads, buffers, numbers that change."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ort_trainer import ExportError, ORTModule, ORTTrainer, ORTTrainerOptions, optim
+
+X, Y = torch.randn(4, 6), torch.randint(3, (4,))
+
+
+class Net(nn.Module):
+    """Calls a function with itself and what it returns."""
+
+    def __init__(self, function: Callable[[Any, torch.Tensor], torch.Tensor], **attributes: Any) -> None:
+        super().__init__()
+        self.fc = nn.Linear(6, 3)
+        self.function = function
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function(self, self.fc(x))
+
+
+def trainer_of(model: nn.Module, loss_fn: Any = F.cross_entropy) -> ORTTrainer:
+    options = ORTTrainerOptions({"utils": {"grad_norm_clip": False}})
+    return ORTTrainer(model, "auto", optim.SGDConfig(lr=0.1), loss_fn=loss_fn, options=options)
+
+
+REFUSED: list[tuple[Net, str]] = [
+    (Net(lambda net, h: h * next(net.steps), steps=itertools.count(1)), "reads the iterator 'steps'"),
+    (Net(lambda net, h: h * net.draw.random(), draw=random.Random(0)), "draws numbers from 'draw'"),
+    (Net(lambda net, h: h * net.draw.random(), draw=np.random.default_rng(0)), "draws numbers from 'draw'"),
+    (Net(lambda net, h: h * random.random()), "draws numbers from random,"),
+    (Net(lambda net, h: h * float(np.random.rand())), "draws numbers from numpy.random,"),
+    (Net(lambda net, h: setattr(net, "lock", threading.Lock()) or h), "leaves an object of the class lock in 'lock'"),
+    (Net(lambda net, h: setattr(net, "more", nn.Linear(3, 3)) or net.more(h)), "makes or replaces modules"),
+]
+
+
+@pytest.mark.parametrize(("model", "message"), REFUSED, ids=[message for _, message in REFUSED])
+def test_what_a_graph_can_not_do_is_refused_with_its_place(model: Net, message: str) -> None:
+    before = set(vars(model)), list(model._modules)
+    with pytest.raises(ExportError, match=message):
+        trainer_of(model).train_step(X, Y)
+    assert (set(vars(model)), list(model._modules)) == before
+
+
+def test_another_thread_may_draw_meanwhile() -> None:
+    drawn: list[float] = []
+    stop = threading.Event()
+
+    def load() -> None:
+        while not stop.wait(0.001):
+            drawn.append(random.random())
+            np.random.rand()
+
+    thread = threading.Thread(target=load)
+    thread.start()
+    trainer_of(Net(lambda net, h: h)).train_step(X, Y)
+    ORTModule(Net(lambda net, h: h))(X)
+    stop.set()
+    thread.join()
+    drawn += [random.random() for _ in range(1000)]
+    assert len(set(drawn)) == len(drawn), "no number comes twice"
+
+
+def test_a_buffer_of_another_size() -> None:
+    model = Net(lambda net, h: h * (net.scale.sum() / net.scale.shape[0]))
+    model.register_buffer("scale", torch.arange(8.0) + 1)
+    ours = ORTModule(model)
+    for scale in (model.scale, torch.arange(5.0) * 3, model.scale[:4]):
+        model.scale = scale
+        assert torch.allclose(ours(X), model(X))
+    trainer = trainer_of(model)
+    trainer.train_step(X, Y)
+    model.scale = model.scale[:2]  # at the same address
+    with pytest.raises(RuntimeError, match=r"'scale' of Net now has shape \[2\]"):
+        trainer.train_step(X, Y)
+
+
+class Annealed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.tau = nn.Linear(6, 3), 1.0
+
+    def forward(self, batch: dict[str, Any], alpha: float, warm: int = 0) -> torch.Tensor:
+        scale = alpha * 2 if warm < 3 else alpha
+        return self.fc(batch["x"]) * scale / self.tau
+
+
+def test_numbers_that_change_become_inputs() -> None:
+    model, reference = Annealed(), Annealed()
+    reference.load_state_dict(model.state_dict())
+    ours = ORTModule(model)
+    for step in range(8):
+        model.tau = reference.tau = 1.0 - 0.1 * step
+        batch = {"x": X, "path": f"{step}.png"}
+        for module in (ours, reference):
+            module(batch, 0.5 * step, warm=step).square().sum().backward()
+        assert torch.allclose(model.fc.weight.grad, reference.fc.weight.grad, rtol=1e-5)
+    # The first call, the first with other numbers, and the first from the third step on, where another branch begins.
+    assert sum(map(len, ours._graphs._found.values())) == 3
+
+
+def test_a_number_in_a_loss_becomes_an_input() -> None:
+    weight = 1.0
+
+    def loss_fn(prediction: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(prediction, label) * weight
+
+    model = Net(lambda net, h: h)
+    trainer = trainer_of(model, loss_fn)
+    with pytest.warns(UserWarning, match="loss_fn reads"):
+        for weight in (1.0, 0.5, 0.25, 0.125):
+            expected = loss_fn(model(X), Y).item()
+            assert float(trainer.train_step(X, Y)[0]) == pytest.approx(expected, rel=1e-5)
+    assert len(trainer.session.graphs(True)) == 2
+
+
+def test_gradients_reach_what_is_left() -> None:
+    def forward(net: Any, h: torch.Tensor) -> torch.Tensor:
+        net.aux = h.square().mean()
+        return h
+
+    model, reference = Net(forward), Net(forward)
+    reference.load_state_dict(model.state_dict())
+    for module, net in ((ORTModule(model), model), (reference, reference)):
+        (module(X).sum() + net.aux).backward()
+    assert torch.allclose(model.fc.weight.grad, reference.fc.weight.grad)
+
+
+def test_a_step_that_fails_leaves_nothing() -> None:
+    def forward(net: Any, h: torch.Tensor) -> torch.Tensor:
+        net.kept = h.detach()
+        return h
+
+    model = Net(forward, kept=None)
+    options = ORTTrainerOptions({"debug": {"max_nonfinite_losses": 1}})
+    trainer = ORTTrainer(model, "auto", optim.SGDConfig(lr=0.1), loss_fn=F.cross_entropy, options=options)
+    trainer.train_step(X, Y)
+    kept = model.kept
+    with pytest.raises(FloatingPointError):
+        trainer.train_step(X * float("nan"), Y)
+    assert model.kept is kept
+    trainer.eval_step(X, Y)
+    assert model.kept is kept, "evaluation leaves nothing"
