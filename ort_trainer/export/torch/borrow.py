@@ -89,9 +89,8 @@ def borrowed(
             for name, buffer, value in buffers:
                 if name in resized:
                     buffer.resize_(value.shape)
-                if not torch.equal(
-                    buffer, value
-                ):  # a copy would count as a change for graphs of autograd that saved it
+                # A copy would count as a change for graphs of autograd that have saved it.
+                if not buffer.is_meta and not torch.equal(buffer, value):
                     buffer.copy_(value)
     if resized:
         raise ExportError(

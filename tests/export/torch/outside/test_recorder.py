@@ -123,7 +123,7 @@ def test_a_number_in_a_loss_becomes_an_input() -> None:
     model = Net(lambda net, h: h)
     trainer = trainer_of(model, loss_fn)
     with pytest.warns(UserWarning, match="loss_fn reads"):
-        for weight in (1.0, 0.5, 0.25, 0.125):
+        for weight in (1.0, 0.5, 0.25, 0.125):  # noqa: B007 - the loss reads it
             expected = loss_fn(model(X), Y).item()
             assert float(trainer.train_step(X, Y)[0]) == pytest.approx(expected, rel=1e-5)
     assert len(trainer.session.graphs(True)) == 2
