@@ -151,7 +151,8 @@ class Reads:
             self._watched.append(what)
             self._objects.append(None if isinstance(what, list) else read(self._root, what))
             self._values.append(self._value(index))
-            if isinstance(what, list):
+            # Objects that are replaced are noticed; tensors come and go.
+            if isinstance(what, list) and (what[0] != "same" or isinstance(read(self._root, what[1]), torch.Tensor)):
                 self._volatile.add(index)
         return self._indices[key]
 

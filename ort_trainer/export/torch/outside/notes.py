@@ -19,8 +19,8 @@ class Notes:
 
     Attributes:
         reads: Places on whose values the graph depends.
-        conditions: Comparisons of numbers that may change, and their types, with the results on which the graph
-            depends.
+        conditions: Comparisons of numbers that may change, their types, and whether two places hold one object, with
+            the results on which the graph depends.
         tensors: Name of an input of the graph that counts as a buffer -> the place of the tensor.
         scalars: Name of such an input -> the expression that is its value, and its dtype.
         leftovers: What each run leaves. Its tensors are the last results of the graph.

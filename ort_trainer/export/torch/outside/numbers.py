@@ -20,7 +20,8 @@ from .places import Place, described, read
 __all__ = ["Expression", "Number", "Uses", "evaluate", "places_of", "text_of"]
 
 Expression = list[Any]
-"""``["at", place]``, ``["is", number]``, or the name of an operator, or ``type``, and its operands."""
+"""``["at", place]``, ``["is", number]``, ``["same", place, place]`` (whether both hold one object), or the name of an
+operator, or ``type``, and its operands."""
 
 _ARITHMETIC: dict[str, Callable[..., Any]] = {
     name: getattr(operator, name) for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "neg", "abs")
@@ -55,6 +56,9 @@ def evaluate(expression: Expression, root: Any) -> Any:
         return read(root, tuple(map(tuple, rest[0])))  # type: ignore[arg-type]
     if kind == "is":
         return rest[0]
+    if kind == "same":
+        first, second = (read(root, tuple(map(tuple, place))) for place in rest)  # type: ignore[arg-type]
+        return first is second
     if kind == "type":
         return type(evaluate(rest[0], root)).__name__
     return _OPERATORS[kind](*(evaluate(part, root) for part in rest))

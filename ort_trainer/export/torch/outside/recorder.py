@@ -83,6 +83,7 @@ class Recorder:
         tensors: Tensors at these places that are not the modules' own, by ``id``, each with its place.
         numbers: As given; more can be added before a run.
         uses: What the run has done with the numbers.
+        aliases: Pairs of places that hold one object.
         modes: The modules, by ``id``, whose attribute ``training`` the run has read.
         leftovers: What the last run has left.
         result: What a module returns; None if it can't be written down.
@@ -112,6 +113,7 @@ class Recorder:
         self._numbers: dict[Place, Any] = {}
         self._stood_in: set[Place] = set()
         self._foreign: set[int] = set()
+        self.aliases: dict[tuple[Place, Place], None] = {}
         self._of_classes: set[tuple[int, str]] = set()
         self._parts: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._generators: list[tuple[Place, Any, str]] = []
@@ -236,6 +238,7 @@ class Recorder:
         fixed = [place for place in self.reads if place not in numbers or place in self.uses.fixed]
         kinds: list[tuple[Expression, Any]]
         kinds = [(["type", ["at", place]], type(self.reads[place]).__name__) for place in numbers]
+        kinds += [(["same", *pair], True) for pair in self.aliases]
         scalars = {text_of(e): (e, str(tensor.dtype)) for e, tensor in self.uses.scalars}
         return Notes(
             reads=tuple(fixed),
@@ -281,9 +284,13 @@ class Recorder:
             return
         if isinstance(value, torch.Tensor):
             if type(value) in (torch.Tensor, nn.Parameter):  # not one that stands for a parameter during a capture
-                self.tensors.setdefault(id(value), (value, place))
+                self._note_alias(self.tensors.setdefault(id(value), (value, place))[1], place)
             return
-        if id(value) in self._met or isinstance(value, (types.ModuleType, type)):
+        if isinstance(value, (types.ModuleType, type)):
+            return
+        if id(value) in self._met:
+            if not isinstance(value, (nn.Module, types.FunctionType, types.MethodType)):  # compared by identity anyway
+                self._note_alias(self._met[id(value)][1], place)
             return
         if isinstance(value, nn.Module):  # one that is not a part of the model
             for name, module in value.named_modules():
@@ -310,6 +317,11 @@ class Recorder:
             self._iterators.append(place)
         elif not isinstance(value, (numpy.ndarray, types.BuiltinFunctionType)):
             self._meet_object(value, place)
+
+    def _note_alias(self, first: Place, second: Place) -> None:
+        """Notes that two places hold one object, as what is read and left is noted at the first of them."""
+        if first != second:
+            self.aliases[first, second] = None
 
     def _meet_object(self, value: Any, place: Place) -> None:
         kind = type(value)
