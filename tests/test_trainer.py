@@ -97,7 +97,7 @@ BAD_BATCHES = [
     ((X[:2], Y), ValueError, "Mismatch in dynamic shape batch"),
     ((X[:0], Y[:0]), ValueError, "input 'x' is empty"),
     ((X.double(), Y), TypeError, "input 'x' has dtype torch.float64, but training began with torch.float32"),
-    ((X, Y.to("meta")), ValueError, "input 'label' is on meta"),
+    ((X, Y.to("meta")), TypeError, "on the device 'meta', which holds no values"),
     (("text", Y), TypeError, "must be a torch.Tensor or a numpy array"),
 ]
 

@@ -93,6 +93,7 @@ def borrowed(
                 if not buffer.is_meta and not torch.equal(buffer, value):
                     buffer.copy_(value)
     if resized:
+        resized = [name.removeprefix("model.") for name in resized]
         raise ExportError(
             f"forward() changes the size of the buffers {resized}, which a graph can't do: if only its first call does "
             "so, as with observers of torch.ao.quantization, call the model once before making the trainer"

@@ -179,7 +179,7 @@ def test_a_module_refuses_other_branches_before_anything_changes(
     function: Callable[[torch.Tensor], torch.Tensor], kernels: str
 ) -> None:
     model = Net(function)
-    module = ORTModule(model, {"utils": {"kernels": kernels}})
+    module = ORTModule(model, {"utils": {"kernels": kernels}}, fallback="error")
     (x, y), (large, _) = batches(1, 1000)
     expected = F.mse_loss(Net(function)(x), y)
     assert_close(F.mse_loss(module(x), y), expected, 1e-5, "loss")

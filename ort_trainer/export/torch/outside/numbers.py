@@ -17,7 +17,7 @@ import torch
 
 from .places import Place, described, read
 
-__all__ = ["Expression", "Number", "Uses", "evaluate", "places_of", "text_of"]
+__all__ = ["Expression", "Growing", "Number", "Uses", "evaluate", "places_of", "text_of"]
 
 Expression = list[Any]
 """``["at", place]``, ``["is", number]``, ``["same", place, place]`` (whether both hold one object), or the name of an
@@ -167,9 +167,63 @@ class Number:
         return function(*converted, **{key: _plain(value) for key, value in (kwargs or {}).items()})
 
 
+class Growing:
+    """Stands for a list to which a run appends; whatever else is done with it ties the graph to what the list holds.
+
+    Args:
+        value: The list.
+        place: Its place.
+        uses: Takes notes.
+
+    Attributes:
+        added: What was appended.
+    """
+
+    def __init__(self, value: list[Any], place: Place, uses: Uses) -> None:
+        self._value, self._place, self._uses = value, place, uses
+        self.added: list[Any] = []
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return list
+
+    def append(self, value: Any) -> None:
+        """Appends a value."""
+        self.added.append(value)
+
+    def extend(self, values: Any) -> None:
+        """Appends values."""
+        self.added.extend(values)
+
+    def __iadd__(self, values: Any) -> Growing:
+        self.added.extend(values)
+        return self
+
+    def _fixed(self) -> list[Any]:
+        self._uses.fixed.add(self._place)
+        return [*self._value, *self.added]
+
+    def __len__(self) -> int:
+        return len(self._fixed())
+
+    def __iter__(self) -> Any:
+        return iter(self._fixed())
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._fixed()[index]
+
+    def __contains__(self, value: Any) -> bool:
+        return value in self._fixed()
+
+    def __add__(self, other: Any) -> Any:
+        return self._fixed() + other
+
+
 def _plain(value: Any) -> Any:
     if type(value) is Number:
         return value.fixed()
+    if type(value) is Growing:
+        return list(value)
     if type(value) in (list, tuple):
         return type(value)(map(_plain, value))
     return value

@@ -28,8 +28,8 @@ class Step(NamedTuple):
         kind: ``get`` (what the owner's attribute returns), ``attribute`` (an entry of its ``__dict__``), ``tensor`` (a
             module's parameter or buffer), ``class`` (an attribute of its class), ``global`` (a global variable of a
             function), ``cell`` (a variable of a function's closure), ``item`` (of a sequence), ``entry`` (of a dict, by
-            the position of its key), ``key`` (of a dict, by a key that is a string), or ``contents`` (all that a
-            container holds, only to be written).
+            the position of its key), ``key`` (of a dict, by a key that is a string); only to be
+            written, ``contents`` (all that a container holds) or ``end`` (what is appended to a list).
         key: A name or a position.
     """
 
@@ -99,6 +99,8 @@ def write(root: Any, place: Place, value: Any) -> None:
             owner.__closure__[key].cell_contents = value
     elif kind == "contents":
         refill(owner, value)
+    elif kind == "end":
+        owner.extend(value)
     elif kind in ("item", "key"):
         owner[key] = value
     elif kind == "entry":
@@ -126,7 +128,7 @@ def described(place: Place) -> str:
     for kind, key in place:
         if kind in ("item", "entry", "key"):
             text += f"[{key}]"
-        elif kind == "contents":
+        elif kind in ("contents", "end"):
             continue
         elif kind == "global":
             text = f"global {key}"

@@ -28,7 +28,7 @@ from torch import nn
 from ....core.errors import ExportError
 from .leftovers import Code, Leftovers, encode
 from .notes import Notes
-from .numbers import Expression, Number, Uses, text_of
+from .numbers import Expression, Growing, Number, Uses, text_of
 from .places import MISSING, Place, Step, attributes_of, described, of_class, read, refill, write
 from .values import CONTAINERS, frozen, is_plain, is_watched, parts_of
 
@@ -39,11 +39,13 @@ __all__ = ["Pair", "Recorder"]
 _OF_EVERY_MODULE = frozenset(nn.Module().__dict__) | frozenset(
     {"_call_impl", "_wrapped_call_impl", "_compiled_call_impl", "_flat_weights", "_flat_weight_refs"}
 )
+_PARTS = ("_modules", "_parameters", "_buffers", "_forward_hooks", "_forward_pre_hooks")
 _LIBRARIES = frozenset({"torch", "numpy", "sympy", "ort_trainer", "torchgen", "functorch"})
 _NOT_USERS = sys.stdlib_module_names | _LIBRARIES
 _TORCH = str(Path(torch.__file__).parent)
 _OURS = str(Path(__file__).parent)
 _TORCH_MODELS = str(Path(torch.nn.__file__).parent)
+_GLOBAL_GENERATORS = {id(random._inst): "random", id(numpy.random.mtrand._rand): "numpy.random"}  # type: ignore[attr-defined]
 # Called without being named.
 _CALLED_ON_CLASSES = frozenset({"__init__", "__call__", "__new__", "__post_init__", "forward"})
 # Objects that can't be watched, so all that they hold counts as read.
@@ -112,6 +114,8 @@ class Recorder:
         self._slots: list[tuple[Place, Any, str, Any]] = []
         self._numbers: dict[Place, Any] = {}
         self._stood_in: set[Place] = set()
+        self._growing: dict[Place, Growing] = {}
+        self._grown: set[Place] = set()
         self._foreign: set[int] = set()
         self.aliases: dict[tuple[Place, Place], None] = {}
         self._of_classes: set[tuple[int, str]] = set()
@@ -130,6 +134,11 @@ class Recorder:
                 self._numbers[place] = value
                 self._stood_in.add(place)
                 write(self._root, place, Number(value, ["at", place], self.uses))
+            elif type(value) is list:
+                self._numbers[place] = value
+                self._stood_in.add(place)
+                self._growing[place] = Growing(value, place, self.uses)
+                write(self._root, place, self._growing[place])
         self._watch_class(nn.Module)
         try:
             for name, module in self._root.named_modules():
@@ -161,24 +170,32 @@ class Recorder:
             )
         for place, generator, state in self._generators:
             if repr(_state_of(generator)) != state:
+                name = _GLOBAL_GENERATORS.get(id(generator), repr(described(place)))
                 raise ExportError(
-                    f"the run draws numbers from {described(place)!r}, which would be the same in every step of a "
+                    f"the run draws numbers from {name}, which would be the same in every step of a "
                     "graph: draw them with torch (torch.rand), or before the step and pass them as inputs"
                 )
         if any(not _has_same_parts(now, before) for now, before in self._parts):
             raise ExportError(
-                f"forward() of {type(self._root.model).__name__} makes or replaces modules or parameters, which a "
-                "graph can't do: run the model once before"
+                f"forward() of {type(self._root.model).__name__} makes or replaces modules, parameters or hooks, "
+                "which a graph can't do: run the model once before"
             )
         tensors: list[torch.Tensor] = []
         known = self._known()
         writes = []
-        for place, now, before, _ in self._changes():
+        changes = [(change.place, change.now, change.before) for change in self._changes()]
+        changes += [((*place, Step("end", "")), growing.added, []) for place, growing in self._growing.items()]
+        for place, now, before in changes:
+            if place[-1].kind == "end" and not now:
+                continue
             if is_plain(now) and type(now) is not Number and frozen(now) == frozen(before):
                 continue
             others = known
             if place[-1].kind == "contents":  # of a container that is at its place already
                 others = {key: other for key, other in known.items() if key != id(now)}
+                grown = type(now) is list and len(now) > len(before) and _has_same_parts(now[: len(before)], before)
+                if grown and place[:-1] in self.reads:
+                    self._grown.add(place[:-1])
             try:
                 writes.append((place, encode(now, tensors, others)))
             except TypeError as reason:
@@ -205,8 +222,8 @@ class Recorder:
         return {key: place for key, (_, place) in (*self._met.items(), *self.tensors.items())}
 
     def counters(self) -> set[Place]:
-        """Returns the places of numbers that the run has read and replaced by other numbers."""
-        found = set()
+        """Returns the places of numbers that the run has read and replaced, and of lists to which it has appended."""
+        found = self._grown - self.uses.fixed
         for place, code in self.leftovers.writes:
             replaced = code[0] == "plain" and type(code[1]) in (int, float)
             if replaced and type(self.reads.get(place)) in (int, float) and place not in self.uses.fixed:
@@ -264,7 +281,7 @@ class Recorder:
         self._met[id(module)] = module, place
         values = attributes_of(module)
         self._attributes[id(values)] = place, values, dict(values)
-        for kind in ("_modules", "_parameters", "_buffers"):
+        for kind in _PARTS:
             self._parts.append((values[kind], dict(values[kind])))
         for key, value in values.items():
             if type(value) in CONTAINERS and key not in _OF_EVERY_MODULE:
@@ -280,7 +297,7 @@ class Recorder:
 
     def _meet(self, value: Any, place: Place) -> None:
         """Takes note of an object that the run may read from or change."""
-        if is_plain(value) and not isinstance(value, type):
+        if type(value) is Growing or (is_plain(value) and not isinstance(value, type)):
             return
         if isinstance(value, torch.Tensor):
             if type(value) in (torch.Tensor, nn.Parameter):  # not one that stands for a parameter during a capture
@@ -313,6 +330,8 @@ class Recorder:
                 self._meet(part, (*place, Step(*step)))
         elif isinstance(value, (random.Random, numpy.random.Generator, numpy.random.RandomState)):
             self._generators.append((place, value, repr(_state_of(value))))
+        elif isinstance(value, types.BuiltinFunctionType) and isinstance(value.__self__, random.Random):
+            self._meet(value.__self__, (*place, Step("get", "__self__")))
         elif isinstance(value, Iterator):
             self._iterators.append(place)
         elif not isinstance(value, (numpy.ndarray, types.BuiltinFunctionType)):
@@ -397,7 +416,8 @@ class Recorder:
         if isinstance(value, (types.ModuleType, types.MemberDescriptorType)):
             return
         if place not in self.reads:
-            self.reads[place] = value.value if type(value) is Number else value
+            stand_in = type(value) in (Number, Growing)
+            self.reads[place] = self._numbers[place] if stand_in and place in self._numbers else value
             self._meet(value, place)
 
     def _read(self, owner: Any, name: str, value: Any) -> None:

@@ -198,6 +198,14 @@ LEFT: dict[str, tuple[str, str, str, str, str]] = {
         "(1.0 if self.n > 1 else 0.0)",
         "torch.tensor(model.n)",
     ),
+    "growing list": ("", "self.s = []", "self.s.append(h.detach().mean(0)[:1])", "0.0", "torch.stack(model.s)"),
+    "growing list of numbers": (
+        "",
+        "self.n, self.s = 0, [5]",
+        "self.n += 1; self.s += [self.n, self.n * 2]",
+        "0.0",
+        "torch.tensor(model.s)",
+    ),
     "decayed number": ("", "self.t = 2.0", "self.t = max(self.t * 0.5, 0.1)", "self.t", "torch.tensor(model.t)"),
 }
 KINDS = [("read", kind) for kind in READ] + [("left", kind) for kind in LEFT]
