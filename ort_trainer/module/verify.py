@@ -57,6 +57,8 @@ class CallVerifier:
         try:
             with torch.inference_mode(False):
                 eager.check(_numbered(tensors), given)
+                own = len(tensors) - found.notes.leftovers.tensors
+                eager.check_constants(found.results(tensors[:own]))
         except BaseException:
             eager.put_back(given)
             raise
@@ -101,6 +103,7 @@ class _EagerCall:
         updated = [place for place, _ in found.passes.updates if place < len(step.state)]
         self._before = {self._places[place]: values[place].detach().clone() for place in updated}
         self._values = list(values[: len(step.state)])
+        self._constants: list[str] = []
 
     def run(self, tangents: Mapping[str, torch.Tensor] | None = None, shake: int | None = None) -> Named:
         """Returns the results of a call, or gradients, by what they are called in messages.
@@ -135,6 +138,7 @@ class _EagerCall:
                 result = module(*arguments, **keywords)
             torch.clear_autocast_cache()
             # What is left outside is compared as well; the graph returns it after the results.
+            self._constants = _constants_in(result)
             outputs = _numbered([*self._found.tensors_in(result), *recorder.leave(strict=False)])
             if tangents is not None:
                 return self._gradients(outputs, leaves, tangents)
@@ -160,6 +164,19 @@ class _EagerCall:
         message = report(ours, theirs, self._rounding, lambda seed: self.run(shake=seed))
         if message:
             self.refuse(message, "Buffers and random state are unchanged.")
+
+    def check_constants(self, result: Any) -> None:
+        """Compares the numbers and strings among the results.
+
+        Args:
+            result: What the graph's call returns.
+
+        Raises:
+            VerificationError: If one differs.
+        """
+        ours = _constants_in(result)
+        if ours != self._constants:
+            self.refuse(f"forward() returns the constants {self._constants}, and the graph {ours}.", "Nothing changed.")
 
     def check_gradients(self, gradients: Sequence[torch.Tensor | None], found: Sequence[torch.Tensor | None]) -> None:
         """Compares the gradients of a backward pass.
@@ -244,6 +261,19 @@ class _EagerCall:
             gradient_of(self._places[place]) if place < count else f"the gradient of input {self._places[place]!r}"
             for place in self._found.passes.trained
         ]
+
+
+def _constants_in(result: Any) -> list[str]:
+    """Returns the numbers and strings in a result, as text."""
+
+    def constants(layout: Any) -> list[str]:
+        if not isinstance(layout, tuple):
+            return []
+        if layout[:1] == ("value",):
+            return [repr(layout[2])] if isinstance(layout[2], (bool, int, float, str)) else []
+        return [text for part in layout for text in constants(part)]
+
+    return constants(flatten("output", result, {}, objects=True))
 
 
 def _numbered(tensors: Sequence[torch.Tensor]) -> Named:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ort_trainer import ORTModule, VerificationError
+from ort_trainer.export.torch.guard.reads import Reads
 
 from .pairs import Heads, assert_same_gradients, close, pair
 
@@ -16,8 +17,14 @@ VERIFIED = {"debug": {"verify_every": 1}}
 X, Y = torch.randn(5, 6, generator=torch.Generator().manual_seed(3)), torch.tensor([0, 1, 2, 1, 0])
 
 
+@pytest.fixture(autouse=True)
+def blind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes the guard see no change of what is read outside tensors."""
+    monkeypatch.setattr(Reads, "_look", lambda reads: None)
+
+
 class Outside:
-    """Holds values that no guard watches, as it is no module."""
+    """Holds values whose changes no guard sees in these tests."""
 
     factor, slope, word = 1.0, 1.0, 1
 
@@ -62,7 +69,7 @@ def test_calls_are_compared(ours: ORTModule, monkeypatch: pytest.MonkeyPatch) ->
             ours(X)
     with monkeypatch.context() as patch:
         patch.setattr(ours.module.outside, "word", 2)
-        with pytest.raises(VerificationError, match=r"forward\(\) returns other tensors or constants, .*'2'"):
+        with pytest.raises(VerificationError, match=r"forward\(\) returns the constants \['2'\], and the graph"):
             ours(X)
     assert_same(state(ours), before)
     assert ours.module.calls == []
