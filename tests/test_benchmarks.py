@@ -197,13 +197,14 @@ def test_a_release_adds_its_results(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_a_steady_step_keeps_its_way_short() -> None:
     """A higher number here needs a reason; a lower one is the new limit."""
     way = importlib.import_module("way").steady_step().counts
-    assert way["calls"] <= 71, way
-    assert way["changes of file"] <= 40, way
+    # Two calls look whether a run takes the batch's branches, two more whether inputs can be read by address.
+    assert way["calls"] <= 73, way
+    assert way["changes of file"] <= 45, way
 
 
 def test_an_export_keeps_its_way_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As above."""
+    """As above. The notes of what is read and left outside, and conditions on values, have stations of their own."""
     monkeypatch.setenv("ORT_TRAINER_CACHE", "off")
     way = importlib.import_module("way").one_export().counts_of_stations
-    assert way["hops"] <= 37, way
-    assert way["files"] <= 32, way
+    assert way["hops"] <= 43, way
+    assert way["files"] <= 36, way

@@ -45,10 +45,10 @@ class Executor:
 
     Attributes:
         parameters, buffers: As given.
+        outside: Other tensors that graphs take, by name: those that the model and the loss keep elsewhere.
         providers: The execution providers of ONNX Runtime's sessions with their options, in order of preference.
         variants: By mode, the key of the model's variant whose graphs are added, found and run; initially None.
         generator: Draws the random numbers of training.
-        changed_buffers: Names of the buffers that training changes.
         left: The graph that ran last in training mode, and what it has left outside: its outputs ``Step.left``.
         present_gradients, used_gradients, hold_gradients, restore_gradients: See ``present``, ``used``, ``hold`` and
             ``restore`` of :class:`_Gradients`.
@@ -75,6 +75,7 @@ class Executor:
         self.providers = providers_for(self._device, provider_options or {}, mem_limit)
         self.parameters = dict(parameters)
         self.buffers = dict(buffers)
+        self.outside: dict[str, torch.Tensor] = {}
         self._gradients = held = _Gradients(self.parameters, self._device, gradient_memory)
         self.present_gradients, self.used_gradients = held.present, held.used
         self.hold_gradients, self.restore_gradients = held.hold, held.restore
@@ -84,13 +85,17 @@ class Executor:
         )
         self._updated: dict[str, torch.Tensor] = {}
         self.left: tuple[Step, Sequence[torch.Tensor]] | None = None
-        self.changed_buffers: Collection[str] = self._updated.keys()
         self._runners: dict[tuple[bool, Hashable], list[GraphRunner]] = {}
         self.variants: dict[bool, Hashable] = {True: None, False: None}
         self._plans: dict[tuple[Any, ...], Plan] = {}
         self._pruned: dict[tuple[Any, ...], GraphRunner] = {}
         self._memory = TorchMemory(self._device)
         self._scales: dict[TensorSpec, tuple[float, torch.Tensor]] = {}
+
+    @property
+    def changed_buffers(self) -> Collection[str]:
+        """Names of the buffers that training changes."""
+        return self._updated.keys() & self.buffers.keys()
 
     @functools.cached_property
     def options(self) -> SessionOptions:
@@ -132,7 +137,7 @@ class Executor:
             self._gradients.memory(name)
         for name in step.buffer_updates:
             if name not in self._updated:
-                self._updated[name] = torch.empty_like(self.buffers[name])
+                self._updated[name] = torch.empty_like(self.tensor(name))
         self._runners_for(step.training).append(runner)
 
     def save_optimized(self, step: Step, path: Path) -> None:
@@ -151,12 +156,17 @@ class Executor:
                 coming graphs count among their state.
         """
         for name, tensor in tensors.items():
-            (self.parameters if name in self.parameters else self.buffers)[name] = tensor
+            kinds = (self.parameters, self.buffers, self.outside)
+            next((kind for kind in kinds if name in kind), self.outside)[name] = tensor
             for runner in (*(r for runners in self._runners.values() for r in runners), *self._pruned.values()):
                 if name in runner.step.state:
                     runner.rebind(name, tensor)
         for plan in self._plans.values():
             plan.bindings.clear()
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """Returns a buffer, or a tensor from outside, that graphs may change."""
+        return self.buffers[name] if name in self.buffers else self.outside[name]
 
     def graphs(self, training: bool) -> list[Step]:
         """Returns the graphs of a mode, for all variants of the model, in the order in which they were added."""
@@ -316,11 +326,12 @@ class Executor:
             loss_scale=self._scale(step, loss_scale),
             generator=self.generator,
         )
-        check_branches(step, results)
+        if step.assumptions:
+            check_branches(step, results)
         if check is not None:
             check(step, results, written)
         for name, output in step.buffer_updates.items():
-            self.buffers[name].copy_(written[output])
+            self.tensor(name).copy_(written[output])
         fetched = list(results.values())
         count = len(fetched) - len(step.left)
         self.left = plan.runner.whole, fetched[count:]
@@ -355,7 +366,7 @@ class Executor:
         return self._pruned[key]
 
     def _make_runner(self, step: Step) -> GraphRunner:
-        tensors = {**self.parameters, **self.buffers}
+        tensors = {**self.parameters, **self.buffers, **self.outside}
         state = {name: tensors[name] for name in step.state}
         try:
             if step.programs:

@@ -345,7 +345,7 @@ class TrainingLoop:
         if self.optimizer.shows_gradients:
             self._release_shown(executor)
         factor = window.factor(weight, scale)
-        check = self._check(batch, factor)
+        check = self._check(batch, factor) if self._verifier is not None or self.losses is not None else None
         plan, outputs = self._on_its_branch(
             lambda plan: executor.train(plan, batch, loss_scale=factor, check=check), plan, batch, transaction
         )
@@ -357,7 +357,8 @@ class TrainingLoop:
             transaction.commit()  # no process can roll back alone
         if is_due and coming is not None:
             self._end_window(coming, again, transaction)
-        self._leave(executor)
+        if self.graphs.leaves:
+            self._leave(executor)
         transaction.commit()
         return outputs
 
@@ -803,7 +804,8 @@ class TrainingLoop:
             return own
         step = self._start(self.graphs.blank_batch(), False, self.graphs.output_names).runner.step
         step = (step if list(names) == [spec.name for spec in step.outputs] else step.pruned(names)).unchecked()
-        return with_weights(step, executor.parameters, executor.buffers, self.source.trainable)
+        others = {**executor.buffers, **executor.outside}
+        return with_weights(step, executor.parameters, others, self.source.trainable)
 
     def begin_profile(self, steps: int, trace: str | os.PathLike[str] | None) -> Profile:
         """Measures the next calls of :meth:`train`; see ``ORTTrainer.profile``.

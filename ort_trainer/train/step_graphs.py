@@ -44,6 +44,7 @@ class StepGraphs:
     Attributes:
         has_started: Whether training or evaluation has begun.
         loss_parameters: Numbers that the loss reads, by name; they may be changed before any step.
+        leaves: By the id of a graph, which lives as long as the executor, what its runs leave outside.
 
     Raises:
         TypeError, ValueError: If the description is invalid or does not match the model.
@@ -73,8 +74,7 @@ class StepGraphs:
         self._fitting: set[tuple[Any, ...]] = set()
         self._branching: dict[str, torch.Tensor] = {}
         self._sample: dict[str, tuple[torch.Size, torch.dtype]] | None = None
-        # By the id of a graph, which lives as long as the executor, what its runs leave outside.
-        self._left: dict[int, Any] = {}
+        self.leaves: dict[int, Any] = {}
         self.has_started = False
         if not isinstance(model_desc, str):
             self._set_description(ModelDescription(model_desc))
@@ -248,7 +248,7 @@ class StepGraphs:
             step: The graph.
             tensors: The tensors in it, as ``Step.left``.
         """
-        notes = self._left.get(id(step))
+        notes = self.leaves.get(id(step))
         if notes is not None:
             self._source.leave(notes, tensors)
 
@@ -406,7 +406,7 @@ class StepGraphs:
         step = self._build(batch, training, names, branching=branching)
         notes = self._source.notes
         if training and notes is not None:
-            self._left[id(step)] = notes
+            self.leaves[id(step)] = notes
         self._guard(executor, batch, training)  # now it is known which tensors from outside the graph takes
         try:
             executor.add_graph(step)

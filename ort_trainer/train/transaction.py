@@ -64,7 +64,7 @@ class Transaction(uninterrupted):
             info = self._loop.info
             state = executor.generator.get_state() if step.random else None
             updates = step.buffer_updates
-            buffers = {name: executor.buffers[name].clone() for name in updates} if updates else {}
+            buffers = {name: executor.tensor(name).clone() for name in updates} if updates else {}
             self._before = executor, info.step, info.all_finite, state, buffers
 
     def undo(self) -> None:
@@ -99,7 +99,7 @@ class Transaction(uninterrupted):
         if state is not None:
             executor.generator.set_state(state)
         for name, buffer in buffers.items():
-            executor.buffers[name].copy_(buffer)
+            executor.tensor(name).copy_(buffer)
         self._loop.source.memory.publish(buffers)
 
 

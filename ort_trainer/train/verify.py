@@ -69,7 +69,7 @@ class StepVerifier:
                 self._count += 1
                 return  # the update is skipped, and kernels differ in what they make of an overflow
             buffers = executor.buffers | {name: written[output] for name, output in step.buffer_updates.items()}
-            buffers = {name: buffers[name] for name in theirs.buffers}  # without tensors from outside
+            buffers = {name: buffers[name] for name in theirs.buffers}  # without those of the loss
             found = report(
                 EagerStep(dict(outputs), gradients, buffers).named(),
                 _fetched(theirs, outputs).named(),

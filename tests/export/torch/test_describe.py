@@ -419,7 +419,7 @@ def test_only_steps_of_training_leave_something(in_process: bool, monkeypatch: p
     given = x.clone()
     expected = F.cross_entropy(copy.deepcopy(model)(x.clone()), label).detach()
     trainer = ORTTrainer(model, "auto", CONFIG, loss_fn=F.cross_entropy)
-    trainer.prepare(x, label)
+    trainer.prepare((x, label))
     assert model.calls == 0 and model.history == [] and not hasattr(model, "seen")
     assert torch.allclose(trainer.train_step(x, label)[0], expected)
     trainer.eval_step(x, label)

@@ -74,7 +74,7 @@ class Guard:
             if training and not self._model.trainable:
                 raise nothing_to_train(self._name)
             changed = {} if self.memory is None else self.memory.take_changes()
-            return variant, {**changed, **self._reads.carried()}
+            return variant, {**changed, **self._reads.carried()} if self._reads.carries else changed
 
     def noted(self, notes: Notes, training: bool) -> None:
         """Takes the notes of an export that was made in the present state."""

@@ -74,6 +74,7 @@ class Reads:
     Attributes:
         numbers: Places of numbers that have changed, for which graphs should have inputs.
         changes: What was changed when the last variant was left, as text.
+        carries: Whether any graph takes tensors from outside.
     """
 
     def __init__(self, root: Root) -> None:
@@ -92,6 +93,7 @@ class Reads:
         self._warned: set[Place] = set()
         self.numbers: set[Place] = set()
         self.changes: list[str] = []
+        self.carries = False
 
     def variant(self, structure: Hashable) -> int:
         """Returns the number of the variant in which the model is: graphs of one number may be used for it.
@@ -103,7 +105,7 @@ class Reads:
             same = self._unchanged()
         except GONE:
             same = False
-        if not same or any(self._value(index) != self._values[index] for index in self._volatile):
+        if not same or (self._volatile and any(self._value(i) != self._values[i] for i in self._volatile)):
             self._look()
         variant = self._current.get(structure)
         if variant is None:
@@ -114,7 +116,8 @@ class Reads:
     def add(self, notes: Notes) -> None:
         """Takes the notes of an export for the variant that :meth:`variant` has returned last."""
         variant = self._last
-        assert variant is not None
+        if variant is None:  # nobody has asked, so nobody will use the graph
+            return
         if variant not in self._variants:
             self._variants.append(variant)
         for place in notes.reads:
@@ -122,6 +125,7 @@ class Reads:
         for expression, _ in notes.conditions:
             variant.values[self._index(expression)] = self._values[self._index(expression)]
         variant.notes.append(notes)
+        self.carries = self.carries or bool(notes.tensors or notes.scalars)
         self._compile()
 
     def carried(self) -> Mapping[str, torch.Tensor]:
@@ -199,7 +203,7 @@ class Reads:
             where.setdefault(f"{key}: {_shown(old)} -> {_shown(new)}", []).append(owner)
             if place[0].key == "loss_fn" and place not in self._warned:
                 self._warned.add(place)
-                warn(f"loss_fn reads {key.removeprefix('global ')!r}, {_change(key, old, new)}")
+                warn(f"loss_fn reads {_name_at(self._root, place)!r}, {_change(old, new)}")
         self.changes = [f"{change} in {listed(owners)}" for change, owners in where.items()]
         if self.changes:
             _log.info("the model has changed: %s", "; ".join(self.changes[:_MOST_NAMED]))
@@ -296,7 +300,15 @@ def _shown(value: Hashable) -> str:
     return shown(value[1]) if plain else f"another {value[0].__name__}"
 
 
-def _change(name: str, old: Hashable, new: Hashable) -> str:
+def _name_at(root: Root, place: Place) -> str:
+    """Returns the name of a variable or an attribute."""
+    step = place[-1]
+    if step.kind == "cell":
+        return str(read(root, place[:-1]).__code__.co_freevars[int(step.key)])
+    return str(step.key)
+
+
+def _change(old: Hashable, new: Hashable) -> str:
     if _is_number(old) and _is_number(new):
         return (
             f"which has changed from {_shown(old)} to {_shown(new)}: the model is exported again, with an input for "

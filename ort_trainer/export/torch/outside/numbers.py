@@ -9,6 +9,7 @@ else is done with the number ties the graph to its value.
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -162,6 +163,9 @@ class Number:
         )
         if function in _OF_TENSORS and tensors and not whole and not any(isinstance(n.value, bool) for n in numbers):
             converted = [value.uses.scalar(value) if type(value) is Number else value for value in args]
+            if not any(tensor.dim() for tensor in tensors):  # among these, the larger dtype counts, but not a number's
+                dtype = functools.reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
+                converted = [value.to(dtype) for value in converted]
         else:
             converted = [_plain(value) for value in args]
         return function(*converted, **{key: _plain(value) for key, value in (kwargs or {}).items()})
