@@ -21,8 +21,8 @@ from .places import Place, described, read
 __all__ = ["Expression", "Growing", "Number", "Uses", "evaluate", "places_of", "text_of"]
 
 Expression = list[Any]
-"""``["at", place]``, ``["is", number]``, ``["same", place, place]`` (whether both hold one object), or the name of an
-operator, or ``type``, and its operands."""
+"""``["at", place]``, ``["is", number]``, ``["same", place, place]`` (whether both hold one object), ``["keys", place]``
+(of a dict, or the length of a list), or the name of an operator, or ``type``, and its operands."""
 
 _ARITHMETIC: dict[str, Callable[..., Any]] = {
     name: getattr(operator, name) for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "neg", "abs")
@@ -60,6 +60,9 @@ def evaluate(expression: Expression, root: Any) -> Any:
     if kind == "same":
         first, second = (read(root, tuple(map(tuple, place))) for place in rest)  # type: ignore[arg-type]
         return first is second
+    if kind == "keys":
+        value = read(root, tuple(map(tuple, rest[0])))  # type: ignore[arg-type]
+        return type(value), tuple(value) if isinstance(value, dict) else len(value)
     if kind == "type":
         return type(evaluate(rest[0], root)).__name__
     return _OPERATORS[kind](*(evaluate(part, root) for part in rest))

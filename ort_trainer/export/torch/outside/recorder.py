@@ -116,6 +116,7 @@ class Recorder:
         self._stood_in: set[Place] = set()
         self._growing: dict[Place, Growing] = {}
         self._grown: set[Place] = set()
+        self._counted: set[Place] = set()
         self._foreign: set[int] = set()
         self.aliases: dict[tuple[Place, Place], None] = {}
         self._of_classes: set[tuple[int, str]] = set()
@@ -196,6 +197,8 @@ class Recorder:
                 grown = type(now) is list and len(now) > len(before) and _has_same_parts(now[: len(before)], before)
                 if grown and place[:-1] in self.reads:
                     self._grown.add(place[:-1])
+                elif place[:-1] in self.reads:
+                    self._counted |= {(*place[:-1], step) for step in _numbers_changed(now, before)}
             try:
                 writes.append((place, encode(now, tensors, others)))
             except TypeError as reason:
@@ -224,6 +227,7 @@ class Recorder:
     def counters(self) -> set[Place]:
         """Returns the places of numbers that the run has read and replaced, and of lists to which it has appended."""
         found = self._grown - self.uses.fixed
+        found |= self._counted
         for place, code in self.leftovers.writes:
             replaced = code[0] == "plain" and type(code[1]) in (int, float)
             if replaced and type(self.reads.get(place)) in (int, float) and place not in self.uses.fixed:
@@ -251,10 +255,16 @@ class Recorder:
         Args:
             used: Names of the tensors and expressions that are inputs of the graph.
         """
-        numbers = {place for place in self._stood_in if place in self.reads}
+        numbers = {place for place in self._stood_in if place in self.reads or place[:-1] in self.reads}
         fixed = [place for place in self.reads if place not in numbers or place in self.uses.fixed]
         kinds: list[tuple[Expression, Any]]
-        kinds = [(["type", ["at", place]], type(self.reads[place]).__name__) for place in numbers]
+        kinds = [(["type", ["at", place]], type(self._numbers[place]).__name__) for place in numbers]
+        # Of a container with such numbers, the other parts count.
+        for place in {place[:-1] for place in numbers if place[:-1] in self.reads} & set(fixed):
+            fixed.remove(place)
+            kinds.append((["keys", place], None))
+            parts = [(*place, Step(*step)) for step, _ in parts_of(self.reads[place])]
+            fixed += [part for part in parts if part not in numbers or part in self.uses.fixed]
         kinds += [(["same", *pair], True) for pair in self.aliases]
         scalars = {text_of(e): (e, str(tensor.dtype)) for e, tensor in self.uses.scalars}
         return Notes(
@@ -556,6 +566,15 @@ def _in_cell(cell: Any) -> Any:
         return cell.cell_contents
     except ValueError:  # not assigned yet
         return MISSING
+
+
+def _numbers_changed(now: Any, before: Any) -> Iterator[Step]:
+    """Yields the steps to the numbers in a dict or a list that have become other numbers, if nothing was added."""
+    same = list(now) == list(before) if isinstance(now, dict) else len(now) == len(before)
+    if isinstance(now, (dict, list)) and same:
+        for (step, value), (_, old) in zip(parts_of(now), parts_of(before), strict=True):
+            if type(value) in (int, float) and type(old) in (int, float) and value is not old:
+                yield Step(*step)
 
 
 def _slot(owner: Any, name: str) -> Any:

@@ -198,6 +198,8 @@ LEFT: dict[str, tuple[str, str, str, str, str]] = {
         "(1.0 if self.n > 1 else 0.0)",
         "torch.tensor(model.n)",
     ),
+    "counter in a dict": ("S = {{'n': 0, 'm': 2}}", "", "S['n'] += 1", "0.0", "torch.tensor(list(S.values()))"),
+    "counter in a list": ("", "self.s = [3, 1.5]", "self.s[0] += 1", "self.s[1]", "torch.tensor(model.s)"),
     "growing list": ("", "self.s = []", "self.s.append(h.detach().mean(0)[:1])", "0.0", "torch.stack(model.s)"),
     "growing list of numbers": (
         "",
