@@ -149,7 +149,8 @@ class CallGraphs:
     def _begin(self) -> ModelWatch:
         refuse_uninitialized(self._module)
         self._watch = ModelWatch(self._module, list(canonical_names(self._module)), (), own_modes=True)
-        self._reads = Reads(Root(self._module, None, self._arguments))
+        self._root = Root(self._module, None, self._arguments)
+        self._reads = Reads(self._root)
         self._outside: dict[str, torch.Tensor] = {}
         return self._watch
 
@@ -302,6 +303,7 @@ class CallGraphs:
             carries=True,
             arguments=dict(self._arguments),
             numbers=frozenset(self._reads.numbers),
+            tables=self._reads.tables,
         )
         sample = {name: value.clone() if value.is_inference() else value for name, value in leaves.items()}
         builder = GraphBuilder(

@@ -199,7 +199,7 @@ def test_a_bert(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert_same_run(ours, theirs)
     norms = [entry["grad_norm"] for entry in theirs.state.log_history if "grad_norm" in entry]
     assert min(norms) < 0.5 < max(norms)  # some gradients were clipped, and some not
-    assert calls[Trainer] == 38 + 6 and calls[OrtTrainer] < 10  # only for the export and the structure of the output
+    assert calls[Trainer] == calls[OrtTrainer] == 38 + 6, "what forward() counts is counted in each run of a graph"
 
     ours.save_model(str(tmp_path / "model"))
     saved = BertForSequenceClassification.from_pretrained(tmp_path / "model").state_dict()

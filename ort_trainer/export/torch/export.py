@@ -30,7 +30,9 @@ from .call import ExportedCall
 from .capture import Capture, capture
 from .explain import forward_line, may_be_sizes
 from .fingerprint import NoFingerprint, fingerprint
-from .index_ranges import find_index_ranges
+from .index_ranges import find_index_ranges, reads_values
+from .outside.places import Place, read
+from .outside.recorder import Recorder
 from .step_module import ExportedStep
 from .symbols import remembered_sizes
 
@@ -204,6 +206,8 @@ class _Exporter:
 
         try:
             captured = attempt()
+            if module.leaves:
+                recorder.tables |= dict.fromkeys(self._new_tables(captured, sample))
             counters = recorder.counters() if self._step.carries else set()
             if not counters and not module.assigned.are_new:
                 return captured
@@ -215,6 +219,31 @@ class _Exporter:
             _log.debug("with objects in place of numbers that change: %s", error)
             recorder.numbers.clear()
             return attempt()
+
+    def _new_tables(self, captured: Capture, sample: Sequence[torch.Tensor]) -> list[Place]:
+        """Returns the places where there was None, and the run leaves a tensor that depends on sizes alone.
+
+        To be sure, the step runs twice in PyTorch: the second run, which finds the table, must leave the same one.
+        """
+        recorder = self._module.recorder
+        results = captured.exported.graph_signature.user_outputs
+        count = len(results) - recorder.leftovers.tensors - len(captured.assumptions)
+        nodes = {node.name: node for node in captured.exported.graph.nodes}
+        tables = [
+            place
+            for place, code in recorder.leftovers.writes
+            if code[0] == "tensor" and place in recorder.reads and recorder.reads[place] is None
+            if not reads_values(nodes[str(results[count + code[1]])])
+        ]
+        if not tables:
+            return []
+        found: list[list[torch.Tensor]] = []
+        with torch.no_grad(), torch.random.fork_rng(), Recorder(self._module).running():
+            for _ in range(2):
+                self._module.run(*(value.clone() for value in sample))
+                found.append([read(self._module, place) for place in tables])
+        same = zip(tables, *found, strict=True)
+        return [place for place, first, second in same if first.shape == second.shape and torch.equal(first, second)]
 
     def _dispensable(self) -> set[str]:
         """Returns the symbolic dimensions of a derived description, except the first dimensions of inputs."""

@@ -15,7 +15,7 @@ from .capture import Capture
 from .explain import source_line
 from .symbols import SymbolTable
 
-__all__ = ["find_index_ranges"]
+__all__ = ["find_index_ranges", "reads_values"]
 
 Node = torch.fx.Node
 Arguments = Mapping[str, Any]
@@ -268,3 +268,20 @@ def _shape(node: Any) -> Sequence[Any]:
 def _axis(node: Any, axis: int) -> Any:
     shape = _shape(node)
     return shape[axis] if len(shape) else 1
+
+
+def reads_values(node: Node) -> bool:
+    """Returns whether a node depends on the values of an input, a parameter or a constant, not only on sizes."""
+    seen: set[Node] = set()
+    waiting = [node]
+    while waiting:
+        current = waiting.pop()
+        if current.op in ("placeholder", "get_attr"):
+            return True
+        if current not in seen:
+            seen.add(current)
+            # What comes from a size comes from no value.
+            waiting += [
+                source for source in current.all_input_nodes if isinstance(source.meta.get("val"), torch.Tensor)
+            ]
+    return False

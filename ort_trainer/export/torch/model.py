@@ -209,6 +209,7 @@ class TorchSource(ModelSource):
             padding_mask="" if portable else self._padding_mask(description),
             carries=not portable,
             numbers=frozenset(self._guard.numbers),
+            tables=self._guard.tables,
         )
         return GraphBuilder(
             step,

@@ -89,6 +89,7 @@ class ExportedStep:
         carries: Whether tensors from outside are inputs of the graph, and those that a run leaves outside are results;
             otherwise they are constants, and what is left is dropped.
         numbers: Places of numbers that change from run to run.
+        tables: Places of tables that depend on sizes alone, and what was there before the first run.
         answers: What a run of the step in PyTorch has read of values; None if there was none.
     """
 
@@ -111,6 +112,7 @@ class ExportedStep:
     padding_mask: str = ""
     carries: bool = False
     numbers: frozenset[Place] = frozenset()
+    tables: Mapping[Place, Any] = dataclasses.field(default_factory=dict)
     answers: Answers | None = None
 
     def autocast_for(self, sample: Sequence[torch.Tensor]) -> torch.autocast:
@@ -375,7 +377,7 @@ class StepModule(nn.Module):
         last = () if step.loss_fn is None else (argument_of(self._names[-1]),)
         self._labels = last if step.labels is None else step.labels
         self._outputs, self._loss_of_first = step.description.outputs, step.loss_of_first
-        self.recorder, self.assigned = Recorder(self, step.numbers), AssignedBuffers(self)
+        self.recorder, self.assigned = Recorder(self, step.numbers, step.tables), AssignedBuffers(self)
         self.branches = Branches(step.answers)
         self.carries, self.leaves = step.carries, False
         self.arguments: dict[str, Any] = {}

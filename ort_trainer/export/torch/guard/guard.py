@@ -92,6 +92,11 @@ class Guard:
         return self._reads.numbers
 
     @property
+    def tables(self) -> Mapping[Place, Any]:
+        """Places of tables that depend on sizes alone, and what was there before the first run."""
+        return self._reads.tables
+
+    @property
     def last_change(self) -> str:
         """What has changed in the model and the loss; see ``ModelSource.last_change``."""
         return "; ".join(filter(None, (*(watch.last_change for watch in self._modules), *self._reads.changes[:5])))

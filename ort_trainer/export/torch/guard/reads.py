@@ -41,11 +41,13 @@ class Root:
         model: The model.
         loss_fn: The loss function, or None.
         arguments: Numbers among the arguments of a call, by name.
+        left: The tensors that runs of graphs have left, by place.
     """
 
     model: nn.Module
     loss_fn: Any = None
     arguments: Mapping[str, Any] = field(default_factory=dict)
+    left: dict[Place, torch.Tensor] = field(default_factory=dict)
 
 
 @dataclass
@@ -74,6 +76,7 @@ class Reads:
     Attributes:
         numbers: Places of numbers that have changed, for which graphs should have inputs.
         changes: What was changed when the last variant was left, as text.
+        tables: Places of tables that depend on sizes alone, and what was there before the first run.
         carries: Whether any graph takes tensors from outside.
     """
 
@@ -94,6 +97,7 @@ class Reads:
         self.numbers: set[Place] = set()
         self.changes: list[str] = []
         self.carries = False
+        self.tables: dict[Place, Any] = {}
 
     def variant(self, structure: Hashable) -> int:
         """Returns the number of the variant in which the model is: graphs of one number may be used for it.
@@ -115,6 +119,8 @@ class Reads:
 
     def add(self, notes: Notes) -> None:
         """Takes the notes of an export for the variant that :meth:`variant` has returned last."""
+        for place in notes.tables:
+            self.tables.setdefault(place, read(self._root, place))
         variant = self._last
         if variant is None:  # nobody has asked, so nobody will use the graph
             return
@@ -165,7 +171,9 @@ class Reads:
         try:
             if isinstance(what, list):
                 return frozen(evaluate(what, self._root))
-            return frozen(read(self._root, what))
+            value = read(self._root, what)
+            known = what in self.tables and value is not None and value is self._root.left.get(what)
+            return frozen(self.tables[what] if known else value)
         except (*GONE, ArithmeticError):
             return MISSING
 

@@ -48,6 +48,8 @@ class Leftovers:
         values = [(place, decode(code, tensors, root)) for place, code in self.writes]
         for place, value in values:
             write(root, place, value)
+            if isinstance(value, torch.Tensor):
+                root.left[place] = value
 
 
 def encode(value: Any, tensors: list[torch.Tensor], known: Mapping[int, Place]) -> Code:

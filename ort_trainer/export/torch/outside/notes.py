@@ -24,6 +24,8 @@ class Notes:
         tensors: Name of an input of the graph that counts as a buffer -> the place of the tensor.
         scalars: Name of such an input -> the expression that is its value, and its dtype.
         leftovers: What each run leaves. Its tensors are the last results of the graph.
+        tables: Places where a run leaves a tensor that depends on sizes alone, as a mask that is made when it is first
+            needed: what a run has left there counts as what was there before.
         result: What a module returns, with the other results of its graph; None if it can't be written down.
     """
 
@@ -33,6 +35,7 @@ class Notes:
     scalars: Mapping[str, tuple[Expression, str]] = field(default_factory=dict)
     leftovers: Leftovers = field(default_factory=Leftovers)
     result: Code | None = None
+    tables: tuple[Place, ...] = ()
 
     def to_json(self) -> Any:
         """Returns the notes as JSON values."""
@@ -49,6 +52,7 @@ class Notes:
             {name: (expression, dtype) for name, (expression, dtype) in said["scalars"].items()},
             Leftovers(tuple((_place(place), code) for place, code in left["writes"]), left["tensors"]),
             said["result"],
+            tuple(map(_place, said["tables"])),
         )
 
 

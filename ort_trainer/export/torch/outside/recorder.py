@@ -17,7 +17,7 @@ import sys
 import threading
 import types
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -45,7 +45,6 @@ _NOT_USERS = sys.stdlib_module_names | _LIBRARIES
 _TORCH = str(Path(torch.__file__).parent)
 _OURS = str(Path(__file__).parent)
 _TORCH_MODELS = str(Path(torch.nn.__file__).parent)
-_GLOBAL_GENERATORS = {id(random._inst): "random", id(numpy.random.mtrand._rand): "numpy.random"}  # type: ignore[attr-defined]
 # Called without being named.
 _CALLED_ON_CLASSES = frozenset({"__init__", "__call__", "__new__", "__post_init__", "forward"})
 # Objects that can't be watched, so all that they hold counts as read.
@@ -79,6 +78,8 @@ class Recorder:
     Args:
         root: Where places begin: a :class:`Pair`, or a module with the same attributes.
         numbers: Places of numbers that change from run to run.
+        tables: Places where runs leave tables that depend on sizes alone, and what was there before: the run begins
+            with that.
 
     Attributes:
         reads: The places that the run has read, in order, with their values.
@@ -91,8 +92,9 @@ class Recorder:
         result: What a module returns; None if it can't be written down.
     """
 
-    def __init__(self, root: Any, numbers: Collection[Place] = ()) -> None:
+    def __init__(self, root: Any, numbers: Collection[Place] = (), tables: Mapping[Place, Any] | None = None) -> None:
         self._root, self.numbers = root, set(numbers)
+        self.tables = dict(tables or {})
         self._thread = 0
         self.leftovers = Leftovers()
         self.result: Code | None = None
@@ -117,6 +119,7 @@ class Recorder:
         self._growing: dict[Place, Growing] = {}
         self._grown: set[Place] = set()
         self._counted: set[Place] = set()
+        self._tables: dict[Place, Any] = {}
         self._foreign: set[int] = set()
         self.aliases: dict[tuple[Place, Place], None] = {}
         self._of_classes: set[tuple[int, str]] = set()
@@ -129,6 +132,9 @@ class Recorder:
         """Records the reads of the run in the context, and restores afterwards what it has changed."""
         self._begin()
         self._thread = threading.get_ident()
+        for place, value in self.tables.items():
+            self._tables[place] = read(self._root, place)
+            write(self._root, place, value)
         for place in self.numbers:
             value = read(self._root, place)
             if type(value) in (int, float, str):
@@ -171,7 +177,8 @@ class Recorder:
             )
         for place, generator, state in self._generators:
             if repr(_state_of(generator)) != state:
-                name = _GLOBAL_GENERATORS.get(id(generator), repr(described(place)))
+                own = repr(described(place))
+                name = "random" if generator is random._inst else _of_numpy(generator) or own  # type: ignore[attr-defined]
                 raise ExportError(
                     f"the run draws numbers from {name}, which would be the same in every step of a "
                     "graph: draw them with torch (torch.rand), or before the step and pass them as inputs"
@@ -274,6 +281,7 @@ class Recorder:
             scalars={name: entry for name, entry in scalars.items() if name in used},
             leftovers=self.leftovers,
             result=self.result,
+            tables=tuple(self.tables),
         )
 
     def _restore(self) -> None:
@@ -282,7 +290,7 @@ class Recorder:
         for now, before in self._parts:
             if not _has_same_parts(now, before):
                 refill(now, before)
-        for place, value in self._numbers.items():
+        for place, value in (*self._numbers.items(), *self._tables.items()):
             write(self._root, place, value)
 
     def _meet_module(self, module: nn.Module, place: Place) -> None:
@@ -338,7 +346,7 @@ class Recorder:
             self._copy(value, place)
             for step, part in parts_of(value):
                 self._meet(part, (*place, Step(*step)))
-        elif isinstance(value, (random.Random, numpy.random.Generator, numpy.random.RandomState)):
+        elif isinstance(value, random.Random) or type(value).__module__.startswith("numpy.random"):
             self._generators.append((place, value, repr(_state_of(value))))
         elif isinstance(value, types.BuiltinFunctionType) and isinstance(value.__self__, random.Random):
             self._meet(value.__self__, (*place, Step("get", "__self__")))
@@ -587,7 +595,16 @@ def _slot(owner: Any, name: str) -> Any:
 def _state_of(generator: Any) -> Any:
     if isinstance(generator, random.Random):
         return generator.getstate()
-    return generator.get_state() if isinstance(generator, numpy.random.RandomState) else generator.bit_generator.state
+    return (
+        generator.get_state()
+        if hasattr(generator, "get_state")
+        else getattr(generator, "bit_generator", generator).state
+    )
+
+
+def _of_numpy(generator: Any) -> str:
+    """Returns what NumPy's global generator is called; "" for others."""
+    return "numpy.random" if generator is numpy.random.mtrand._rand else ""
 
 
 def _slots_of(kind: type) -> Iterator[str]:
