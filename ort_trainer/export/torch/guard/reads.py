@@ -6,6 +6,8 @@ Places where other objects with equal values are found again and again are left 
 
 from __future__ import annotations
 
+import array
+import contextvars
 import itertools
 import logging
 from collections import deque
@@ -272,7 +274,7 @@ def _add_contents(condition: Condition, value: Any) -> None:
             condition.add(f"{condition.name(value)}.shape == {condition.name(value.shape)}")
     elif isinstance(value, (dict, list, set, deque)):
         condition.add(f"has_same_parts({condition.name(value)}, {condition.name(value.copy())})")
-    elif isinstance(value, numpy.ndarray):
+    elif isinstance(value, (numpy.ndarray, contextvars.ContextVar, bytearray, array.array)):
         condition.add(f"frozen({condition.name(value)}) == {condition.name(frozen(value))}")
     for _, part in parts_of(value):
         _add_contents(condition, part)

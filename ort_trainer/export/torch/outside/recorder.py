@@ -123,6 +123,7 @@ class Recorder:
         self._foreign: set[int] = set()
         self.aliases: dict[tuple[Place, Place], None] = {}
         self._of_classes: set[tuple[int, str]] = set()
+        self._names: set[str] = set()
         self._parts: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._generators: list[tuple[Place, Any, str]] = []
         self._iterators: list[Place] = []
@@ -377,6 +378,7 @@ class Recorder:
             self._slots.append((place, value, name, _slot(value, name)))
         for name, part in () if can_be_watched else values.items():
             self._record((*place, Step("attribute", name)), part)
+        self._meet_names(kind, (*place, Step("get", "__class__")), frozenset(self._names))
         call = of_class(kind, "__call__")
         if isinstance(call, types.FunctionType):
             self._record((*place, Step("class", "__call__")), call)
@@ -395,6 +397,7 @@ class Recorder:
         if not _is_users(values.get("__name__")):
             return
         names = _names_of(function.__code__)
+        self._names |= names
         for name in names:
             if name not in values and hasattr(builtins, name):
                 continue

@@ -51,6 +51,20 @@ READ: dict[str, tuple[str, str, str, str]] = {
     "shadowed class attribute": ("class C: v = {a}", "self.c = C()", "self.c.v", "model.c.v = {b}"),
     "attribute of a class": ("class C: v = {a}", "", "C.v", "C.v = {b}"),
     "inherited": ("class B: v = {a}\nclass C(B): pass", "", "C.v", "B.v = {b}"),
+    "class of an object": ("class C: v = {a}", "self.c = C()", "type(self.c).v", "C.v = {b}"),
+    "environment": (
+        "import os\nos.environ[__name__] = '{a}'",
+        "",
+        "float(os.environ[__name__])",
+        "os.environ[__name__] = '{b}'",
+    ),
+    "context variable": (
+        "import contextvars\nVAR = contextvars.ContextVar('v', default={a})",
+        "",
+        "VAR.get()",
+        "VAR.set({b})",
+    ),
+    "entry by a key": ("V = {{(0, 1): {a}}}", "self.k = (0, 1)", "V[self.k]", "V[0, 1] = {b}"),
     "added": ("", "", "getattr(self, 'late', {a})", "model.late = {b}"),
     "enum": (
         "class E(enum.Enum):\n    A = {a}\n    B = {b}",
