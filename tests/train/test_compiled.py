@@ -109,7 +109,7 @@ class Places(nn.Module):
 
 
 @needs_compiler
-@pytest.mark.parametrize("interpolates", [True, False])
+@pytest.mark.parametrize("interpolates", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_elements_at_computed_places(interpolates: bool) -> None:
     expected = Places(interpolates)
     desc = {"inputs": [("image", [4, 4, 9, 16]), ("label", [4])], "outputs": [("loss", [], True)]}
