@@ -109,7 +109,8 @@ class Places(nn.Module):
 
 
 @needs_compiler
-@pytest.mark.parametrize("interpolates", [pytest.param(True, marks=pytest.mark.slow), False])
+@pytest.mark.slow  # the loops take up to 110 s to compile
+@pytest.mark.parametrize("interpolates", [True, False])
 def test_elements_at_computed_places(interpolates: bool) -> None:
     expected = Places(interpolates)
     desc = {"inputs": [("image", [4, 4, 9, 16]), ("label", [4])], "outputs": [("loss", [], True)]}
