@@ -13,6 +13,7 @@ Imports that only a cache miss needs are lazy.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -198,12 +199,24 @@ class _Exporter:
             enlarged -= wrong
 
     def _captured(self, sample: Sequence[torch.Tensor]) -> Capture:
+        """Captures the step; once more if it sets what it reads, to know whether the next run is the same."""
+        autocast = self._step.autocast_for(self._sample)
+        attempt = functools.partial(capture, self._module, self._inputs, sample, autocast, self._held)
+        captured = self._captured_with_counters(attempt, sample)
+        first = self._module.recorder
+        settings = first.settings() if self._module.leaves else {}
+        if settings:
+            with contextlib.suppress(NoFingerprint, ExportError):  # then the next step asks for another graph
+                key = fingerprint(captured, self._module, self._step, self._training)
+                second = self._module.recorder = Recorder(self._module, first.numbers, first.tables, settings)
+                if fingerprint(attempt(), self._module, self._step, self._training) == key:
+                    first.settle(second)
+            self._module.recorder = first
+        return captured
+
+    def _captured_with_counters(self, attempt: Callable[[], Capture], sample: Sequence[torch.Tensor]) -> Capture:
         """Captures the step; once more if it counts, or replaces buffers, which only the first capture shows."""
         module, recorder = self._module, self._module.recorder
-
-        def attempt() -> Capture:
-            return capture(module, self._inputs, sample, self._step.autocast_for(self._sample), self._held)
-
         try:
             captured = attempt()
             if module.leaves:

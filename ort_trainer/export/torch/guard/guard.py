@@ -202,7 +202,7 @@ class ModelWatch:
         if states != self._states or settings != self._settings:
             with uninterrupted():  # keeps the stored settings and their number consistent
                 self._number(settings)
-                self._log_changes(states)
+                self._log_changes(states, settings[0])
                 self._settings, self._states = settings, states
         self._compile()
 
@@ -346,11 +346,16 @@ class ModelWatch:
                 "model: undo the change, or make a new trainer and load the state that still fits with strict=False"
             )
 
-    def _log_changes(self, states: list[tuple[Any, ...]]) -> None:
+    def _log_changes(self, states: list[tuple[Any, ...]], modes: list[bool]) -> None:
         where: dict[str, list[str]] = {}
-        for name, old, new in zip(self._parameters, self._states, states, strict=True):
-            if old != new:
-                where.setdefault(f"requires_grad: {old[0]} -> {new[0]}", []).append(name)
+        changes = [
+            ("training", [name for name, _ in self._modules], self._settings[0], modes),
+            ("requires_grad", list(self._parameters), [s[0] for s in self._states], [s[0] for s in states]),
+        ]
+        for what, names, before, now in changes:
+            for name, old, new in zip(names, before, now, strict=True):
+                if old != new:
+                    where.setdefault(f"{what}: {old} -> {new}", []).append(name)
         said = [f"{change} in {listed(names)}" for change, names in where.items()]
         self.last_change = "; ".join(said)
         _log.info("the model has changed: %s", self.last_change or "its modes, buffers or hooks")

@@ -59,13 +59,13 @@ class _Variant:
     Attributes:
         structure: What graphs depend on besides places.
         number: Its number.
-        values: Index of a place or condition -> the stand-in for the value on which the graphs depend.
+        values: Index of a place or condition -> the stand-ins for the values for which the graphs were made.
         notes: The notes of the exports.
     """
 
     structure: Hashable
     number: int
-    values: dict[int, Hashable] = field(default_factory=dict)
+    values: dict[int, frozenset[Hashable]] = field(default_factory=dict)
     notes: list[Notes] = field(default_factory=list)
 
 
@@ -128,10 +128,13 @@ class Reads:
             return
         if variant not in self._variants:
             self._variants.append(variant)
-        for place in notes.reads:
-            variant.values[self._index(place)] = self._values[self._index(place)]
-        for expression, _ in notes.conditions:
-            variant.values[self._index(expression)] = self._values[self._index(expression)]
+        settled = dict(notes.settled)
+        for what in (*notes.reads, *(expression for expression, _ in notes.conditions)):
+            index = self._index(what)
+            values = {self._values[index]}
+            if isinstance(what, tuple) and what in settled:
+                values.add(frozen(settled[what]))
+            variant.values[index] = variant.values.get(index, frozenset(values)) & values
         variant.notes.append(notes)
         self.carries = self.carries or bool(notes.tensors or notes.scalars)
         self._compile()
@@ -181,7 +184,9 @@ class Reads:
 
     def _find(self, structure: Hashable) -> _Variant:
         for variant in self._variants:
-            if variant.structure == structure and all(self._values[i] == value for i, value in variant.values.items()):
+            if variant.structure == structure and all(
+                self._values[i] in values for i, values in variant.values.items()
+            ):
                 return variant
         return _Variant(structure, next(self._count))
 
@@ -205,7 +210,8 @@ class Reads:
         where: dict[str, list[str]] = {}
         for index in changed:
             place, old, new = self._watched[index], self._values[index], values[index]
-            if isinstance(place, list) or not any(index in variant.values for variant in self._variants):
+            accepting = [variant.values[index] for variant in self._variants if index in variant.values]
+            if isinstance(place, list) or all(new in accepted for accepted in accepting):
                 continue
             if _is_number(old) and _is_number(new):
                 self.numbers.add(place)

@@ -26,6 +26,7 @@ class Notes:
         leftovers: What each run leaves. Its tensors are the last results of the graph.
         tables: Places where a run leaves a tensor that depends on sizes alone, as a mask that is made when it is first
             needed: what a run has left there counts as what was there before.
+        settled: A place in ``reads`` -> what a run leaves there, with which it is the same graph.
         result: What a module returns, with the other results of its graph; None if it can't be written down.
     """
 
@@ -36,6 +37,7 @@ class Notes:
     leftovers: Leftovers = field(default_factory=Leftovers)
     result: Code | None = None
     tables: tuple[Place, ...] = ()
+    settled: tuple[tuple[Place, Any], ...] = ()
 
     def to_json(self) -> Any:
         """Returns the notes as JSON values."""
@@ -53,6 +55,7 @@ class Notes:
             Leftovers(tuple((_place(place), code) for place, code in left["writes"]), left["tensors"]),
             said["result"],
             tuple(map(_place, said["tables"])),
+            tuple((_place(place), value) for place, value in said["settled"]),
         )
 
 

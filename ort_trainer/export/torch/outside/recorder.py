@@ -40,7 +40,8 @@ _OF_EVERY_MODULE = frozenset(nn.Module().__dict__) | frozenset(
     {"_call_impl", "_wrapped_call_impl", "_compiled_call_impl", "_flat_weights", "_flat_weight_refs"}
 )
 _PARTS = ("_modules", "_parameters", "_buffers", "_forward_hooks", "_forward_pre_hooks")
-_LIBRARIES = frozenset({"torch", "numpy", "sympy", "ort_trainer", "torchgen", "functorch"})
+# pytest rewrites assertions so that they read its own state.
+_LIBRARIES = frozenset({"torch", "numpy", "sympy", "ort_trainer", "torchgen", "functorch", "_pytest", "pluggy"})
 _NOT_USERS = sys.stdlib_module_names | _LIBRARIES
 _TORCH = str(Path(torch.__file__).parent)
 _OURS = str(Path(__file__).parent)
@@ -80,6 +81,7 @@ class Recorder:
         numbers: Places of numbers that change from run to run.
         tables: Places where runs leave tables that depend on sizes alone, and what was there before: the run begins
             with that.
+        settings: Places and values with which the run begins, too: what a former run has set there.
 
     Attributes:
         reads: The places that the run has read, in order, with their values.
@@ -92,9 +94,15 @@ class Recorder:
         result: What a module returns; None if it can't be written down.
     """
 
-    def __init__(self, root: Any, numbers: Collection[Place] = (), tables: Mapping[Place, Any] | None = None) -> None:
+    def __init__(
+        self,
+        root: Any,
+        numbers: Collection[Place] = (),
+        tables: Mapping[Place, Any] | None = None,
+        settings: Mapping[Place, Any] | None = None,
+    ) -> None:
         self._root, self.numbers = root, set(numbers)
-        self.tables = dict(tables or {})
+        self.tables, self._settings = dict(tables or {}), dict(settings or {})
         self._thread = 0
         self.leftovers = Leftovers()
         self.result: Code | None = None
@@ -119,7 +127,8 @@ class Recorder:
         self._growing: dict[Place, Growing] = {}
         self._grown: set[Place] = set()
         self._counted: set[Place] = set()
-        self._tables: dict[Place, Any] = {}
+        self._begun_with: dict[Place, Any] = {}
+        self._settled: dict[Place, Any] = {}
         self._foreign: set[int] = set()
         self.aliases: dict[tuple[Place, Place], None] = {}
         self._of_classes: set[tuple[int, str]] = set()
@@ -133,8 +142,8 @@ class Recorder:
         """Records the reads of the run in the context, and restores afterwards what it has changed."""
         self._begin()
         self._thread = threading.get_ident()
-        for place, value in self.tables.items():
-            self._tables[place] = read(self._root, place)
+        for place, value in (*self.tables.items(), *self._settings.items()):
+            self._begun_with[place] = read(self._root, place)
             write(self._root, place, value)
         for place in self.numbers:
             value = read(self._root, place)
@@ -197,7 +206,7 @@ class Recorder:
         for place, now, before in changes:
             if place[-1].kind == "end" and not now:
                 continue
-            if is_plain(now) and type(now) is not Number and frozen(now) == frozen(before):
+            if (is_plain(now) or _holds_plain_parts(now)) and frozen(now) == frozen(before):
                 continue
             others = known
             if place[-1].kind == "contents":  # of a container that is at its place already
@@ -242,6 +251,19 @@ class Recorder:
                 found.add(place)
         return found
 
+    def settings(self) -> dict[Place, Any]:
+        """Returns the places that the run has read and set, as a flag that something was done; not those of numbers."""
+        plain = ((place, code[1]) for place, code in self.leftovers.writes if code[0] == "plain")
+        kinds = (type(None), bool, str)
+        return {p: new for p, new in plain if isinstance(new, kinds) and isinstance(self.reads.get(p, ()), kinds)}
+
+    def settle(self, second: Recorder) -> None:
+        """Takes the notes of a second run, which began with :meth:`settings` and is the same, if it has left the rest."""
+        if second.leftovers.writes == tuple(w for w in self.leftovers.writes if w[0] not in second._settings):
+            self._settled = second._settings
+            for place, value in second.reads.items():
+                self.reads.setdefault(place, value)
+
     def outside(self) -> dict[str, tuple[torch.Tensor, Place]]:
         """Returns the tensors from outside that the run has met, with their places, by a name for each."""
         found: dict[str, tuple[torch.Tensor, Place]] = {}
@@ -283,6 +305,7 @@ class Recorder:
             leftovers=self.leftovers,
             result=self.result,
             tables=tuple(self.tables),
+            settled=tuple(self._settled.items()),
         )
 
     def _restore(self) -> None:
@@ -291,7 +314,7 @@ class Recorder:
         for now, before in self._parts:
             if not _has_same_parts(now, before):
                 refill(now, before)
-        for place, value in (*self._numbers.items(), *self._tables.items()):
+        for place, value in (*self._numbers.items(), *self._begun_with.items()):
             write(self._root, place, value)
 
     def _meet_module(self, module: nn.Module, place: Place) -> None:
@@ -628,6 +651,11 @@ def _has_same_parts(now: Any, before: Any) -> bool:
     if isinstance(now, dict) and list(map(id, now.values())) != list(map(id, before.values())):
         return False
     return list(map(id, now)) == list(map(id, before))
+
+
+def _holds_plain_parts(container: Any) -> bool:
+    parts = [part for _, part in parts_of(container)]
+    return type(container) in CONTAINERS and len(parts) == len(container) and all(map(is_plain, parts))
 
 
 def _is_users(module: str | None) -> bool:

@@ -117,10 +117,10 @@ def parts_of(value: Any) -> Iterator[tuple[tuple[str, str | int], Any]]:
         yield ("get", "args"), value.args
         yield ("get", "keywords"), value.keywords
     elif isinstance(value, dict):
-        if len(value) <= _MOST_ENTRIES:
-            yield from (((("entry", at), part)) for at, part in enumerate(dict.values(value)))
+        if len(value) <= _MOST_ENTRIES:  # a copy, because whoever looks at a part may change the container
+            yield from ((("entry", at), part) for at, part in enumerate(list(dict.values(value))))
     elif isinstance(value, (list, tuple, deque)) and len(value) <= _MOST_ENTRIES:
-        yield from ((("item", at), part) for at, part in enumerate(value))
+        yield from ((("item", at), part) for at, part in enumerate(tuple(value)))
 
 
 def memory_of(tensor: torch.Tensor) -> Hashable:

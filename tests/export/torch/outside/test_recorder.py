@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import random
 import threading
 from collections.abc import Callable
@@ -55,6 +56,17 @@ def test_what_a_graph_can_not_do_is_refused_with_its_place(model: Net, message: 
     with pytest.raises(ExportError, match=message):
         trainer_of(model).train_step(X, Y)
     assert (set(vars(model)), list(model._modules)) == before
+
+
+def test_equal_contents_are_no_change() -> None:
+    def forward(net: Any, h: torch.Tensor) -> torch.Tensor:
+        os.environ[__name__] = os.environ.get(__name__, "1") + ""  # as PyTorch sets its own, within a capture
+        return h
+
+    os.environ[__name__] = "a text of its own"
+    model = Net(forward)
+    trainer_of(model).train_step(X, Y)
+    assert os.environ.pop(__name__) == "a text of its own"
 
 
 def test_another_thread_may_draw_meanwhile() -> None:
@@ -127,6 +139,40 @@ def test_a_number_in_a_loss_becomes_an_input() -> None:
             expected = loss_fn(model(X), Y).item()
             assert float(trainer.train_step(X, Y)[0]) == pytest.approx(expected, rel=1e-5)
     assert len(trainer.session.graphs(True)) == 2
+
+
+def _decides_once(net: Any, h: torch.Tensor) -> torch.Tensor:
+    if net.kind is None:
+        net.kind = "one" if h.dtype == torch.float32 else "another"
+    return h * 2 if net.kind == "one" else h * 3
+
+
+def _warms_up(net: Any, h: torch.Tensor) -> torch.Tensor:
+    warm, net.kind = net.kind, "warm"
+    return h * 2 if warm else h * 3
+
+
+def _toggles(net: Any, h: torch.Tensor) -> torch.Tensor:
+    net.kind = None if net.kind else "odd"
+    return h * 2
+
+
+@pytest.mark.parametrize(("function", "graphs"), [(_decides_once, 1), (_warms_up, 2), (_toggles, 2)])
+def test_a_setting_that_the_first_step_makes(function: Any, graphs: int) -> None:
+    model, reference = Net(function, kind=None), Net(function, kind=None)
+    reference.load_state_dict(model.state_dict())
+    trainer, optimizer = trainer_of(model), torch.optim.SGD(reference.parameters(), lr=0.1)
+    for step in range(5):
+        if step == 3:  # back to the state of the first step
+            assert len(trainer.session.graphs(True)) == graphs
+            model.kind = reference.kind = None
+        loss = F.cross_entropy(reference(X), Y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        assert float(trainer.train_step(X, Y)[0]) == pytest.approx(loss.item(), rel=1e-5)
+        assert model.kind == reference.kind
+    assert len(trainer.session.graphs(True)) == graphs
 
 
 def test_gradients_reach_what_is_left() -> None:
