@@ -258,7 +258,7 @@ class Recorder:
         return {p: new for p, new in plain if isinstance(new, kinds) and isinstance(self.reads.get(p, ()), kinds)}
 
     def settle(self, second: Recorder) -> None:
-        """Takes the notes of a second run, which began with :meth:`settings` and is the same, if it has left the rest."""
+        """Takes the notes of a second run, which began with :meth:`settings`, if it has left the same rest."""
         if second.leftovers.writes == tuple(w for w in self.leftovers.writes if w[0] not in second._settings):
             self._settled = second._settings
             for place, value in second.reads.items():
