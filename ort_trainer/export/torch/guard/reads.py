@@ -10,7 +10,6 @@ import array
 import contextvars
 import itertools
 import logging
-from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +20,7 @@ from torch import nn
 
 from ....core.errors import shown, warn
 from ....engine.ownership import owned_dtype
+from ..outside.containers import CHANGEABLE, copied, has_same_parts
 from ..outside.notes import Notes
 from ..outside.numbers import Expression, evaluate
 from ..outside.places import MISSING, Place, Step, attributes_of, described, read
@@ -225,7 +225,7 @@ class Reads:
             _log.info("the model has changed: %s", "; ".join(self.changes[:_MOST_NAMED]))
 
     def _compile(self) -> None:
-        condition = Condition(frozen=frozen, read=read, has_same_parts=_has_same_parts)
+        condition = Condition(frozen=frozen, read=read, has_same_parts=has_same_parts)
         for index, place in enumerate(self._watched):
             if isinstance(place, tuple) and index not in self._volatile:
                 _add_place(condition, read(self._root, place[:-1]), place[-1])
@@ -278,26 +278,12 @@ def _add_contents(condition: Condition, value: Any) -> None:
     if isinstance(value, torch.Tensor):
         if value.layout is torch.strided:
             condition.add(f"{condition.name(value)}.shape == {condition.name(value.shape)}")
-    elif isinstance(value, (dict, list, set, deque)):
-        condition.add(f"has_same_parts({condition.name(value)}, {condition.name(value.copy())})")
+    elif isinstance(value, CHANGEABLE):
+        condition.add(f"has_same_parts({condition.name(value)}, {condition.name(copied(value))})")
     elif isinstance(value, (numpy.ndarray, contextvars.ContextVar, bytearray, array.array)):
         condition.add(f"frozen({condition.name(value)}) == {condition.name(frozen(value))}")
     for _, part in parts_of(value):
         _add_contents(condition, part)
-
-
-def _has_same_parts(value: Any, copy: Any) -> bool:
-    if len(value) != len(copy):
-        return False
-    if isinstance(value, set):
-        return bool(value == copy)
-    if isinstance(value, dict) and not all(map(_is, value.values(), copy.values())):
-        return False
-    return all(map(_is, value, copy))
-
-
-def _is(first: Any, second: Any) -> bool:
-    return first is second
 
 
 def _is_number(value: Hashable) -> bool:

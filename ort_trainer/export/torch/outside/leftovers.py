@@ -14,6 +14,7 @@ import numpy
 import torch
 from torch import nn
 
+from .containers import copied
 from .numbers import Number, evaluate
 from .places import MISSING, Place, read, write
 
@@ -105,7 +106,7 @@ def encode(value: Any, tensors: list[torch.Tensor], known: Mapping[int, Place]) 
     if opaque or not isinstance(attributes, dict):
         raise TypeError(f"an object of the class {type(value).__qualname__}")
     parts = [[key, encode(part, tensors, known)] for key, part in attributes.items()]
-    pairs = dict.items(value) if isinstance(value, dict) else ()
+    pairs = copied(value).items() if isinstance(value, dict) else ()
     entries = [[encode(key, tensors, known), encode(part, tensors, known)] for key, part in pairs]
     return ["object", *_path_of(type(value)), parts, entries]
 

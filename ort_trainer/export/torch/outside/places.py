@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-__all__ = ["MISSING", "Place", "Step", "attributes_of", "described", "of_class", "read", "refill", "write"]
+from .containers import copied, refill
+
+__all__ = ["MISSING", "Place", "Step", "attributes_of", "described", "of_class", "read", "write"]
 
 
 class _Missing:
@@ -57,7 +59,7 @@ def _in_sequence(owner: Any, index: int) -> Any:
 
 
 def _in_dict(owner: Any, index: int) -> Any:
-    return next((value for at, value in enumerate(owner.values()) if at == index), MISSING)
+    return next((value for at, value in enumerate(copied(owner).values()) if at == index), MISSING)
 
 
 def attributes_of(owner: Any) -> Any:
@@ -113,13 +115,6 @@ def write(root: Any, place: Place, value: Any) -> None:
     else:
         values = owner.__globals__ if kind == "global" else attributes_of(owner)
         values.pop(key, None) if value is MISSING else values.update({key: value})
-
-
-def refill(container: Any, contents: Any) -> None:
-    """Replaces the contents of a dict, list, set or deque."""
-    parts = contents if isinstance(contents, dict) else list(contents)
-    container.clear()
-    (container.update if isinstance(container, (dict, set)) else container.extend)(parts)
 
 
 def described(place: Place) -> str:

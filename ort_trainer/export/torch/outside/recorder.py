@@ -16,7 +16,6 @@ import random
 import sys
 import threading
 import types
-from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,10 +25,11 @@ import torch
 from torch import nn
 
 from ....core.errors import ExportError
+from .containers import CHANGEABLE, copied, has_same_parts, refill
 from .leftovers import Code, Leftovers, encode
 from .notes import Notes
 from .numbers import Expression, Growing, Number, Uses, text_of
-from .places import MISSING, Place, Step, attributes_of, described, of_class, read, refill, write
+from .places import MISSING, Place, Step, attributes_of, described, of_class, read, write
 from .values import CONTAINERS, frozen, is_plain, is_watched, parts_of
 
 __all__ = ["Pair", "Recorder"]
@@ -193,7 +193,7 @@ class Recorder:
                     f"the run draws numbers from {name}, which would be the same in every step of a "
                     "graph: draw them with torch (torch.rand), or before the step and pass them as inputs"
                 )
-        if any(not _has_same_parts(now, before) for now, before in self._parts):
+        if any(not has_same_parts(now, before) for now, before in self._parts):
             raise ExportError(
                 f"forward() of {type(self._root.model).__name__} makes or replaces modules, parameters or hooks, "
                 "which a graph can't do: run the model once before"
@@ -211,7 +211,7 @@ class Recorder:
             others = known
             if place[-1].kind == "contents":  # of a container that is at its place already
                 others = {key: other for key, other in known.items() if key != id(now)}
-                grown = type(now) is list and len(now) > len(before) and _has_same_parts(now[: len(before)], before)
+                grown = type(now) is list and len(now) > len(before) and has_same_parts(now[: len(before)], before)
                 if grown and place[:-1] in self.reads:
                     self._grown.add(place[:-1])
                 elif place[:-1] in self.reads:
@@ -312,7 +312,7 @@ class Recorder:
         for change in list(self._changes()):
             change.restore(change.before)
         for now, before in self._parts:
-            if not _has_same_parts(now, before):
+            if not has_same_parts(now, before):
                 refill(now, before)
         for place, value in (*self._numbers.items(), *self._begun_with.items()):
             write(self._root, place, value)
@@ -334,8 +334,8 @@ class Recorder:
 
     def _copy(self, value: Any, place: Place) -> None:
         """Copies a container that can be changed, one level deep."""
-        if isinstance(value, (dict, list, set, deque)):
-            self._contents.setdefault(id(value), (place, value, value.copy()))
+        if isinstance(value, CHANGEABLE):
+            self._contents.setdefault(id(value), (place, value, copied(value)))
 
     def _meet(self, value: Any, place: Place) -> None:
         """Takes note of an object that the run may read from or change."""
@@ -559,7 +559,7 @@ class Recorder:
             if now is not old:
                 yield _Change((*place, Step("get", name)), now, old, functools.partial(setattr, owner, name))
         for place, container, before in self._contents.values():
-            if not _has_same_parts(container, before):
+            if not has_same_parts(container, before):
                 restore = functools.partial(refill, container)
                 yield _Change((*place, Step("contents", "")), container, before, restore)
         for place, values, old in self._globals.values():
@@ -644,13 +644,6 @@ def _unwatch(kind: type, own: Any) -> None:
         del kind.__getattribute__
     else:
         kind.__getattribute__ = own  # type: ignore[method-assign]
-
-
-def _has_same_parts(now: Any, before: Any) -> bool:
-    """Returns whether two containers hold the same objects in the same order."""
-    if isinstance(now, dict) and list(map(id, now.values())) != list(map(id, before.values())):
-        return False
-    return list(map(id, now)) == list(map(id, before))
 
 
 def _holds_plain_parts(container: Any) -> bool:

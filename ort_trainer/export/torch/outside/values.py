@@ -15,6 +15,8 @@ import numpy
 import torch
 from torch import nn
 
+from .containers import copied
+
 __all__ = ["CONTAINERS", "frozen", "is_plain", "is_watched", "memory_of", "parts_of"]
 
 CONTAINERS = (dict, OrderedDict, defaultdict, list, tuple, deque, set, frozenset)
@@ -83,7 +85,7 @@ def _frozen_container(value: Any, depth: int) -> Hashable:
     if len(value) > _MOST_ENTRIES or depth > _DEEPEST:
         return type(value), len(value)
     if isinstance(value, dict):
-        return type(value), tuple((frozen(key), frozen(entry, depth)) for key, entry in dict.items(value))
+        return type(value), tuple((frozen(key), frozen(entry, depth)) for key, entry in copied(value).items())
     if isinstance(value, (set, frozenset)):
         return type(value), frozenset(map(frozen, value))
     return type(value), tuple(frozen(part, depth) for part in value)
@@ -118,7 +120,7 @@ def parts_of(value: Any) -> Iterator[tuple[tuple[str, str | int], Any]]:
         yield ("get", "keywords"), value.keywords
     elif isinstance(value, dict):
         if len(value) <= _MOST_ENTRIES:  # a copy, because whoever looks at a part may change the container
-            yield from ((("entry", at), part) for at, part in enumerate(list(dict.values(value))))
+            yield from ((("entry", at), part) for at, part in enumerate(copied(value).values()))
     elif isinstance(value, (list, tuple, deque)) and len(value) <= _MOST_ENTRIES:
         yield from ((("item", at), part) for at, part in enumerate(tuple(value)))
 

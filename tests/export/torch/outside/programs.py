@@ -107,6 +107,13 @@ READ: dict[str, tuple[str, str, str, str]] = {
         "get()",
         "put({b})",
     ),
+    "dict that makes its values": (
+        "class D(collections.OrderedDict):\n    def __getitem__(self, key): return super().__getitem__(key)()\n"
+        "V = D(v=lambda: {a})",
+        "",
+        "V['v']",
+        "V['v'] = lambda: {b}",
+    ),
     "default": ("def helper(c=[{a}]): return c[0]", "", "helper()", "helper.__defaults__[0][0] = {b}"),
     "keywords of a partial": (
         "def helper(v): return v",
