@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from ..core.errors import shown, warn
 from ..engine.ownership import own_copies
 from ..optim import OptimizerConfig
 from ..options import ModelDescription, ORTTrainerOptions
@@ -137,6 +138,23 @@ class ModelSource(ABC):
             notes: The notes of the graph that has run.
             tensors: Its outputs ``Step.left``.
         """
+
+    def carried(self) -> dict[str, dict[str, Any]]:
+        """Returns the state that the model leaves outside tensors and reads again, by path: values and tensors."""
+        return {}
+
+    def load_carried(self, state: Mapping[str, Any]) -> None:
+        """Takes what :meth:`carried` has returned, perhaps in another process.
+
+        Raises:
+            ValueError: If an entry is damaged. Nothing has changed then.
+        """
+        if state:
+            warn(f"the state of {shown(list(state))} outside tensors is ignored, because the model has no such place")
+
+    def put_carried(self) -> bool:
+        """Puts the loaded state where it belongs, as far as exports have shown that; returns whether there was any."""
+        return False
 
     def names_of_trainable(self) -> dict[str, list[str]]:
         """Returns the parameters to train, each with all its names."""

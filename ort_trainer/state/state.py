@@ -51,6 +51,8 @@ class State:
             without the optimizer's, from which the optimizer starts fresh. Update counts are those done plus 1.
         idle: On a device: parameters that its models don't update -> the slots that a trainer keeps for them, which
             have their initial values and are not in ``optimizer``.
+        outside: A trainer's: what its model keeps outside tensors from step to step, such as a hidden state in a tuple:
+            path -> ``value``, JSON values; ``tensors``, the arrays in it; and ``dtypes``, their names in PyTorch.
         step: Number of training steps of a trainer.
         optimization_step: Number of updates done.
         gradients: Name -> the sum of the gradients since the last reset; empty right after a reset. A trainer's are
@@ -76,6 +78,7 @@ class State:
     transient: Mapping[str, str] = field(default_factory=dict)
     optimizer: dict[str, Array] | None = None
     idle: dict[str, list[str]] = field(default_factory=dict)
+    outside: dict[str, dict[str, Any]] = field(default_factory=dict)
     step: int | None = None
     optimization_step: int | None = 0
     gradients: dict[str, Array] = field(default_factory=dict)

@@ -23,7 +23,7 @@ __all__ = ["Contents", "read", "to_state_dict"]
 # The keys that legacy wrote, and those added since. Only this package writes the latter.
 _LEGACY_KEYS = ("model", "optimizer", "trainer_options", "train_step_info", "partition_info")
 _NEW_KEYS = (
-    *("window", "random", "random_states", "transient_buffers", "gradients"),
+    *("window", "random", "random_states", "transient_buffers", "gradients", "outside"),
     *("loss_scaler", "lr_scheduler", "torch_optimizer"),
 )
 _OBJECTS = ("loss_scaler", "lr_scheduler", "torch_optimizer")
@@ -67,6 +67,14 @@ def to_state_dict(state: State, copy: bool = False) -> dict[str, Any]:
         found["random_states"] = np.stack(state.random_states)
     if state.transient:
         found["transient_buffers"] = {name: values[key] for name, key in state.transient.items()}
+    if state.outside:
+        found["outside"] = {
+            name: {
+                **entry,
+                "tensors": list(own({str(at): value for at, value in enumerate(entry["tensors"])}).values()),
+            }
+            for name, entry in state.outside.items()
+        }
     objects = copying.deepcopy(state.objects) if copy else dict(state.objects)
     if state.optimizer is not None:
         found["optimizer"] = {name or SHARED: own(slots) for name, slots in state.by_parameter().items()}
@@ -165,6 +173,9 @@ class _Reader:
         if kind is not None and "optimizer" in given and "torch_optimizer" not in given:
             warn(f"Missing key: torch_optimizer in state_dict: the trainer's {kind} keeps its current moments")
         self._read_counters()
+        if "outside" in given:
+            outside = _mapping(given, "outside", "state_dict")
+            found.outside = {name: dict(_mapping(outside, name, "state_dict[outside]")) for name in outside}
         if "random" in given:
             found.random = self._random_state(given["random"], "random")
             if "random_states" in given:

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from ..core.errors import DistributedError, warn
+from ..core.errors import DistributedError, shown, warn
 from ..core.interrupts import uninterrupted
 from ..core.optimizer_keys import STEP, UPDATE_COUNT
 from ..optim.parts import Named
 from ..optim.torch_optimizer import TorchOptimizerConfig
-from ..state.bfloat16 import array_of
+from ..state.bfloat16 import array_of, tensor_of
 from ..state.state import Array, State
 from ..state.state_dict import read, to_state_dict
 from .strategy import Meeting, Strategy, check_done, together
@@ -140,6 +140,8 @@ def load(loop: TrainingLoop, given: Callable[[], Mapping[str, Any]], strict: boo
             rates.load_state_dict(objects.get("lr_scheduler"), strict)
             if "torch_optimizer" in objects and isinstance(config, TorchOptimizerConfig):
                 config.load_state_dict(objects["torch_optimizer"])
+            if restored.outside:
+                loop.source.load_carried({name: _unstored(name, entry) for name, entry in restored.outside.items()})
         except BaseException:
             precision.load_state_dict(own_scale, strict=True)
             rates.load_state_dict(own_rates, strict=True)
@@ -216,6 +218,7 @@ def gather(loop: TrainingLoop, meeting: Meeting, keep: bool = True) -> State:
         buffers=_arrays({name: value for name, value in executor.buffers.items() if name not in floats}),
         names={name: contents.canonical[name] for name in contents.tensors},
         transient={name: contents.canonical[name] for name in contents.non_persistent},
+        outside={name: _stored(entry) for name, entry in loop.source.carried().items()},
         optimizer=optimizer,
         step=info.step,
         optimization_step=info.optimization_step,
@@ -241,6 +244,21 @@ def gather(loop: TrainingLoop, meeting: Meeting, keep: bool = True) -> State:
 
 def _arrays(tensors: Named) -> dict[str, Array]:
     return {name: array_of(value) for name, value in tensors.items()}
+
+
+def _stored(entry: Mapping[str, Any]) -> dict[str, Any]:
+    tensors = entry["tensors"]
+    dtypes = [str(tensor.dtype).removeprefix("torch.") for tensor in tensors]
+    return {"value": entry["value"], "tensors": [array_of(tensor) for tensor in tensors], "dtypes": dtypes}
+
+
+def _unstored(name: str, entry: Mapping[str, Any]) -> dict[str, Any]:
+    try:
+        tensors = [value if isinstance(value, torch.Tensor) else tensor_of(value) for value in entry["tensors"]]
+        pairs = zip(tensors, entry["dtypes"], strict=True)
+        return {"value": entry["value"], "tensors": [value.to(getattr(torch, dtype)) for value, dtype in pairs]}
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"state_dict[outside][{name}] is damaged: {shown(entry)}") from error
 
 
 def _take_own(restored: State, strategy: Strategy, device: torch.device) -> None:

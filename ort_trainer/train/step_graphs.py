@@ -216,10 +216,11 @@ class StepGraphs:
         """
         self._guard(executor, batch, training)
         plan = executor.plan(training, batch, names, backward, refused)
-        if plan is None:
+        while plan is None:
             self._add_graph(executor, batch, training, names, branching=bool(refused))
+            if self._source.put_carried():  # a checkpoint's, for places that only this export has shown
+                self._guard(executor, batch, training)
             plan = executor.plan(training, batch, names, backward, refused)
-            assert plan is not None
         return plan
 
     def portable(self, executor: Executor, training: bool) -> Step:

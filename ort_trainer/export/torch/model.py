@@ -100,6 +100,18 @@ class TorchSource(ModelSource):
         """Leaves what the model and the loss leave outside; see the base class."""
         self._guard.leave(notes, tensors)
 
+    def carried(self) -> dict[str, dict[str, Any]]:
+        """Returns the state that the model keeps outside tensors; see the base class."""
+        return self._guard.carried.collect()
+
+    def load_carried(self, state: Mapping[str, Any]) -> None:
+        """Takes what :meth:`carried` has returned; see the base class."""
+        self._guard.carried.load(state)
+
+    def put_carried(self) -> bool:
+        """Puts the loaded state where exports have shown that it belongs; see the base class."""
+        return self._guard.carried.put()
+
     def _check_options(self, optim_config: OptimizerConfig) -> None:
         if isinstance(optim_config, TorchOptimizerConfig) and not self._options.utils.share_weights:
             raise ValueError(

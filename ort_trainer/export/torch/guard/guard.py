@@ -18,6 +18,7 @@ from torch import nn
 from ....core.interrupts import uninterrupted
 from ...model_source import Named, nothing_to_train
 from ..borrow import BORROWED
+from ..outside.carried import CarriedState
 from ..outside.notes import Notes
 from ..outside.places import Place
 from ..step_module import canonical_names
@@ -50,6 +51,7 @@ class Guard:
 
     Attributes:
         memory: The model's own tensors, if the trainer works on them.
+        carried: The state that graphs leave outside tensors and read again.
         notes: Those of the last export; None if its runs leave nothing outside.
     """
 
@@ -63,6 +65,7 @@ class Guard:
             self._modules.append(ModelWatch(loss_fn, (), [name for name, _ in loss_fn.named_parameters()]))
         self._root = Root(model, loss_fn)
         self._reads = Reads(self._root)
+        self.carried = CarriedState(self._root)
         self.notes: Notes | None = None
         self.memory = SharedTensors(model, self._model) if share else None
 
@@ -79,6 +82,7 @@ class Guard:
     def noted(self, notes: Notes, training: bool) -> None:
         """Takes the notes of an export that was made in the present state."""
         self._reads.add(notes)
+        self.carried.note(notes)
         self.notes = notes if notes.leftovers.writes else None
 
     def leave(self, notes: Notes, tensors: Sequence[torch.Tensor]) -> None:

@@ -69,10 +69,10 @@ def evaluate(expression: Expression, root: Any) -> Any:
 
 
 def places_of(expression: Expression) -> list[Place]:
-    """Returns the places of the numbers in an expression."""
+    """Returns the places in an expression."""
     kind, *rest = expression
-    if kind == "at":
-        return [rest[0]]
+    if kind in ("at", "same", "keys"):
+        return rest[: 2 if kind == "same" else 1]
     return [] if kind == "is" else [place for part in rest for place in places_of(part)]
 
 

@@ -1,0 +1,130 @@
+"""State that runs of a model leave outside tensors and read again, as checkpoints hold it: by path, as plain values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ....core.errors import shown, warn
+from .containers import CHANGEABLE, refill
+from .leftovers import Code, decode, encode
+from .notes import Notes
+from .numbers import places_of
+from .places import Place, Step, described, read, write
+
+__all__ = ["CarriedState"]
+
+_IN_CONTAINERS = frozenset({"item", "entry", "key"})
+_PARTS = ("list", "tuple", "set", "frozenset")
+
+
+class CarriedState:
+    """The state at the places that graphs leave and read again, such as the hidden state of a network in a tuple.
+
+    Where these places are is known from the notes of an export, so a loaded state waits for them: nothing that a file
+    says decides where something is written.
+
+    Args:
+        root: Where places begin.
+    """
+
+    def __init__(self, root: Any) -> None:
+        self._root = root
+        self._read: dict[str, Place] = {}
+        self._carried: dict[str, Place] = {}
+        self._waiting: dict[str, tuple[Code, list[torch.Tensor]]] = {}
+        self._said: set[str] = set()
+
+    def note(self, notes: Notes) -> None:
+        """Takes the notes of an export."""
+        expressions = [expression for expression, _ in (*notes.conditions, *notes.scalars.values())]
+        numbers = (tuple(Step(*step) for step in place) for each in expressions for place in places_of(each))
+        known = {*notes.reads, *notes.tensors.values(), *numbers}
+        self._read |= {described(place): place for place in known}
+        for place, _ in notes.leftovers.writes:
+            where = place[:-1] if place[-1].kind in ("contents", "end") else place
+            if where not in notes.tables and any(_belongs(where, other) for other in known):
+                self._carried[described(where)] = where
+
+    def collect(self) -> dict[str, dict[str, Any]]:
+        """Returns the state: path -> ``value`` (see :func:`~.leftovers.encode`) and the ``tensors`` in it.
+
+        What a checkpoint can't hold is left out with a warning that names its place.
+        """
+        found = {name: {"value": code, "tensors": tensors} for name, (code, tensors) in self._waiting.items()}
+        for name, place in self._carried.items():
+            tensors: list[torch.Tensor] = []
+            try:
+                code = encode(read(self._root, place), tensors, {})
+                _check(code, len(tensors))
+            except (TypeError, ValueError):
+                if name not in self._said:
+                    self._said.add(name)
+                    value = read(self._root, place)
+                    warn(
+                        f"the state dict is without what the model keeps in {name!r}, an object of the class "
+                        f"{type(value).__name__}: keep tensors, numbers, strings, or lists, tuples and dicts of them"
+                    )
+                continue
+            found[name] = {"value": code, "tensors": [tensor.detach() for tensor in tensors]}
+        return found
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Takes what :meth:`collect` has returned; it is put in place as soon as an export has named the places.
+
+        Raises:
+            ValueError: If an entry is damaged. Nothing has changed then.
+        """
+        checked = {}
+        for name, entry in state.items():
+            try:
+                code, tensors = entry["value"], list(entry["tensors"])
+                _check(code, len(tensors))
+            except (IndexError, KeyError, TypeError, ValueError) as error:
+                raise ValueError(f"state_dict[outside][{name}] is damaged: {shown(entry)}") from error
+            checked[name] = code, tensors
+        self._waiting = checked
+        self.put()
+
+    def put(self) -> bool:
+        """Puts what waits into the places that are known by now; returns whether there was anything."""
+        places, device = self._read | self._carried, next(self._root.model.parameters()).device
+        ready = {name: entry for name, entry in self._waiting.items() if name in places}
+        for name, (code, tensors) in ready.items():
+            now, value = read(self._root, places[name]), decode(code, [t.to(device) for t in tensors], self._root)
+            if type(now) is type(value) and isinstance(now, CHANGEABLE):
+                refill(now, value)  # others may hold it too
+            else:
+                write(self._root, places[name], value)
+            del self._waiting[name]
+        return bool(ready)
+
+
+def _belongs(left: Place, known: Place) -> bool:
+    """Returns whether what is left at a place is what is read, a part of it, or the whole of it."""
+    inner = left[len(known) :]
+    return known[: len(left)] == left or (left[: len(known)] == known and all(s.kind in _IN_CONTAINERS for s in inner))
+
+
+def _check(code: Any, tensors: int) -> None:
+    """Checks that a file may say this: only values without classes of their own.
+
+    Raises:
+        IndexError, TypeError, ValueError: If it may not.
+    """
+    kind, *rest = code
+    parts: Any = ()
+    if kind in _PARTS:
+        parts = rest[0]
+    elif kind == "deque" and (rest[0] is None or type(rest[0]) is int):
+        parts = rest[1]
+    elif kind == "dict" and rest[0] in ("dict", "OrderedDict"):
+        parts = [part for pair in rest[1] for part in pair]
+    elif kind == "tensor":
+        range(tensors).index(rest[0])
+    elif kind != "plain" or not isinstance(rest[0], (type(None), bool, int, float, str)):
+        raise ValueError(kind)
+    for part in parts:
+        _check(part, tensors)
