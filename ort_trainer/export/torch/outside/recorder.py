@@ -16,7 +16,7 @@ import random
 import sys
 import threading
 import types
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,7 +39,8 @@ __all__ = ["Pair", "Recorder"]
 _OF_EVERY_MODULE = frozenset(nn.Module().__dict__) | frozenset(
     {"_call_impl", "_wrapped_call_impl", "_compiled_call_impl", "_flat_weights", "_flat_weight_refs"}
 )
-_PARTS = ("_modules", "_parameters", "_buffers", "_forward_hooks", "_forward_pre_hooks")
+_PARTS = ("_modules", "_parameters", "_buffers")
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 # pytest rewrites assertions so that they read its own state.
 _LIBRARIES = frozenset({"torch", "numpy", "sympy", "ort_trainer", "torchgen", "functorch", "_pytest", "pluggy"})
 _NOT_USERS = sys.stdlib_module_names | _LIBRARIES
@@ -134,6 +135,7 @@ class Recorder:
         self._of_classes: set[tuple[int, str]] = set()
         self._names: set[str] = set()
         self._parts: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._hooks: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._generators: list[tuple[Place, Any, str]] = []
         self._iterators: list[Place] = []
 
@@ -180,28 +182,12 @@ class Recorder:
         Raises:
             ExportError: If something was left that can't be written down.
         """
-        for place in self._iterators:
-            raise ExportError(
-                f"the run reads the iterator {described(place)!r}, from which a graph can't take a value in each step: "
-                "take it before the step, and pass it as an input"
-            )
-        for place, generator, state in self._generators:
-            if repr(_state_of(generator)) != state:
-                own = repr(described(place))
-                name = "random" if generator is random._inst else _of_numpy(generator) or own  # type: ignore[attr-defined]
-                raise ExportError(
-                    f"the run draws numbers from {name}, which would be the same in every step of a "
-                    "graph: draw them with torch (torch.rand), or before the step and pass them as inputs"
-                )
-        if any(not has_same_parts(now, before) for now, before in self._parts):
-            raise ExportError(
-                f"forward() of {type(self._root.model).__name__} makes or replaces modules, parameters or hooks, "
-                "which a graph can't do: run the model once before"
-            )
+        self._refuse_draws()
+        flags = self._flags_of_hooks()
+        changes = [(change.place, change.now, change.before) for change in self._changes() if change.place not in flags]
         tensors: list[torch.Tensor] = []
         known = self._known()
         writes = []
-        changes = [(change.place, change.now, change.before) for change in self._changes()]
         changes += [((*place, Step("end", "")), growing.added, []) for place, growing in self._growing.items()]
         for place, now, before in changes:
             if place[-1].kind == "end" and not now:
@@ -227,6 +213,42 @@ class Recorder:
                 ) from None
         self.leftovers = Leftovers(tuple(writes), len(tensors))
         return tuple(tensors)
+
+    def _refuse_draws(self) -> None:
+        for place in self._iterators:
+            raise ExportError(
+                f"the run reads the iterator {described(place)!r}, from which a graph can't take a value in each step: "
+                "take it before the step, and pass it as an input"
+            )
+        for place, generator, state in self._generators:
+            if repr(_state_of(generator)) != state:
+                own = repr(described(place))
+                name = "random" if generator is random._inst else _of_numpy(generator) or own  # type: ignore[attr-defined]
+                raise ExportError(
+                    f"the run draws numbers from {name}, which would be the same in every step of a "
+                    "graph: draw them with torch (torch.rand), or before the step and pass them as inputs"
+                )
+
+    def _flags_of_hooks(self) -> set[Place]:
+        """Returns the attributes that say that the run has made its hooks: they aren't left, as hooks aren't.
+
+        Hooks that a first run makes are made anew in each capture, as each begins without them.
+
+        Raises:
+            ExportError: If the run has made anything else, or hooks without such an attribute, so in every run.
+        """
+        flags: set[Place] = set()
+        if _differ(self._hooks):
+            changes = (
+                c for c in self._changes() if c.now is True and isinstance(read(self._root, c.place[:-1]), nn.Module)
+            )
+            flags = {change.place for change in changes}
+        if _differ(self._parts) or (_differ(self._hooks) and not flags):
+            raise ExportError(
+                f"forward() of {type(self._root.model).__name__} makes or replaces modules, parameters or hooks, "
+                "which a graph can't do: run the model once before"
+            )
+        return flags
 
     def written(self, result: Any) -> tuple[torch.Tensor, ...]:
         """Writes down what a module returns, in :attr:`result`, and returns the tensors in it.
@@ -311,7 +333,7 @@ class Recorder:
     def _restore(self) -> None:
         for change in list(self._changes()):
             change.restore(change.before)
-        for now, before in self._parts:
+        for now, before in (*self._parts, *self._hooks):
             if not has_same_parts(now, before):
                 refill(now, before)
         for place, value in (*self._numbers.items(), *self._begun_with.items()):
@@ -323,12 +345,12 @@ class Recorder:
         self._met[id(module)] = module, place
         values = attributes_of(module)
         self._attributes[id(values)] = place, values, dict(values)
-        for kind in _PARTS:
-            self._parts.append((values[kind], dict(values[kind])))
+        for kinds, known in ((_PARTS, self._parts), (_HOOKS, self._hooks)):
+            known += [(values[kind], dict(values[kind])) for kind in kinds]
         for key, value in values.items():
             if type(value) in CONTAINERS and key not in _OF_EVERY_MODULE:
                 self._copy(value, (*place, Step("attribute", key)))
-        for hooks in ("_forward_hooks", "_forward_pre_hooks"):
+        for hooks in _HOOKS:
             for at, hook in enumerate(values.get(hooks, {}).values()):
                 self._meet(hook, (*place, Step("get", hooks), Step("entry", at)))
 
@@ -644,6 +666,10 @@ def _unwatch(kind: type, own: Any) -> None:
         del kind.__getattribute__
     else:
         kind.__getattribute__ = own  # type: ignore[method-assign]
+
+
+def _differ(pairs: Iterable[tuple[Any, Any]]) -> bool:
+    return any(not has_same_parts(now, before) for now, before in pairs)
 
 
 def _holds_plain_parts(container: Any) -> bool:

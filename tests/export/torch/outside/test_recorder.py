@@ -47,6 +47,7 @@ REFUSED: list[tuple[Net, str]] = [
     (Net(lambda net, h: h * float(np.random.rand())), "draws numbers from numpy.random,"),
     (Net(lambda net, h: setattr(net, "lock", threading.Lock()) or h), "leaves an object of the class lock in 'lock'"),
     (Net(lambda net, h: setattr(net, "more", nn.Linear(3, 3)) or net.more(h)), "makes or replaces modules"),
+    (Net(lambda net, h: net.fc.register_forward_hook(lambda *_: None) and h), "makes or replaces modules"),
 ]
 
 
@@ -173,6 +174,23 @@ def test_a_setting_that_the_first_step_makes(function: Any, graphs: int) -> None
         assert float(trainer.train_step(X, Y)[0]) == pytest.approx(loss.item(), rel=1e-5)
         assert model.kind == reference.kind
     assert len(trainer.session.graphs(True)) == graphs
+
+
+def test_hooks_that_the_first_run_makes() -> None:
+    def forward(net: Any, h: torch.Tensor) -> torch.Tensor:
+        if not getattr(net, "is_hooked", False):
+            net.act.register_forward_hook(lambda module, args, output: output * net.factor)
+            net.is_hooked = True
+        return net.act(h)
+
+    model, reference = (Net(forward, act=nn.Tanh(), factor=2.0) for _ in range(2))
+    reference.load_state_dict(model.state_dict())
+    trainer = trainer_of(model)
+    for factor in (2.0, 2.0, 3.0):
+        model.factor = reference.factor = factor
+        assert float(trainer.eval_step(X, Y)[0]) == pytest.approx(F.cross_entropy(reference(X), Y).item(), rel=1e-5)
+    assert not model.act._forward_hooks and not hasattr(model, "is_hooked")
+    assert torch.allclose(model(X), reference(X))
 
 
 def test_gradients_reach_what_is_left() -> None:
