@@ -51,7 +51,6 @@ _TORCH_MODELS = str(Path(torch.nn.__file__).parent)
 _CALLED_ON_CLASSES = frozenset({"__init__", "__call__", "__new__", "__post_init__", "forward"})
 # Objects that can't be watched, so all that they hold counts as read.
 _NAMESPACES = (types.SimpleNamespace, threading.local)
-_DESCRIPTORS = (property, types.GetSetDescriptorType)
 
 
 class Pair(nn.Module):
@@ -523,7 +522,7 @@ class Recorder:
                 self._record_if_old(values, name, place, MISSING)
             if of_user:
                 self._record((*place, Step("class", name)), of_type)
-            elif isinstance(of_type, _DESCRIPTORS):
+            elif isinstance(of_type, types.GetSetDescriptorType):  # a property's own reads are recorded as it runs
                 self._record((*place, Step("get", name)), value)
             code = getattr(of_type, "__code__", None)
             if of_user and code is not None:

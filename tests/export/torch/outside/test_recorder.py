@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils.parametrizations import spectral_norm
 
 from ort_trainer import ExportError, ORTModule, ORTTrainer, ORTTrainerOptions, optim
 
@@ -174,6 +175,17 @@ def test_a_setting_that_the_first_step_makes(function: Any, graphs: int) -> None
         assert float(trainer.train_step(X, Y)[0]) == pytest.approx(loss.item(), rel=1e-5)
         assert model.kind == reference.kind
     assert len(trainer.session.graphs(True)) == graphs
+
+
+def test_no_code_of_the_model_runs_in_the_guard() -> None:
+    model = nn.Sequential(spectral_norm(nn.Linear(6, 3)))
+    buffers = {name: value.clone() for name, value in model.named_buffers()}
+    trainer = trainer_of(model)
+    trainer.prepare((X, Y))
+    trainer.eval_step(X, Y)
+    assert buffers.keys() == dict(model.named_buffers()).keys()
+    for name, value in model.named_buffers():  # each access of the weight in training mode would change them
+        assert torch.equal(value, buffers[name])
 
 
 def test_hooks_that_the_first_run_makes() -> None:
