@@ -203,16 +203,33 @@ class _Exporter:
         autocast = self._step.autocast_for(self._sample)
         attempt = functools.partial(capture, self._module, self._inputs, sample, autocast, self._held)
         captured = self._captured_with_counters(attempt, sample)
+        if not self._module.leaves:
+            return captured
         first = self._module.recorder
-        settings = first.settings() if self._module.leaves else {}
+        apart = first.apart()
+        if apart:  # in the next run, they are several tensors
+            second = Recorder(self._module, first.numbers, first.tables, apart=apart)
+            captured = self._captured_again(attempt, captured, second) or captured
+            first = self._module.recorder
+        settings = first.settings()
         if settings:
-            with contextlib.suppress(NoFingerprint, ExportError):  # then the next step asks for another graph
-                key = fingerprint(captured, self._module, self._step, self._training)
-                second = self._module.recorder = Recorder(self._module, first.numbers, first.tables, settings)
-                if fingerprint(attempt(), self._module, self._step, self._training) == key:
-                    first.settle(second)
+            second = Recorder(self._module, first.numbers, first.tables, settings, first.kept_apart)
+            if self._captured_again(attempt, captured, second) is not None:
+                first.settle(second)
             self._module.recorder = first
         return captured
+
+    def _captured_again(self, attempt: Callable[[], Capture], captured: Capture, second: Recorder) -> Capture | None:
+        """Captures the step with another recorder, which the module keeps; None, and nothing kept, if that differs."""
+        first = self._module.recorder
+        with contextlib.suppress(NoFingerprint, ExportError):  # then the next step asks for another graph
+            key = fingerprint(captured, self._module, self._step, self._training)
+            self._module.recorder = second
+            again = attempt()
+            if fingerprint(again, self._module, self._step, self._training) == key:
+                return again
+        self._module.recorder = first
+        return None
 
     def _captured_with_counters(self, attempt: Callable[[], Capture], sample: Sequence[torch.Tensor]) -> Capture:
         """Captures the step; once more if it counts, or replaces buffers, which only the first capture shows."""

@@ -51,6 +51,8 @@ _TORCH_MODELS = str(Path(torch.nn.__file__).parent)
 _CALLED_ON_CLASSES = frozenset({"__init__", "__call__", "__new__", "__post_init__", "forward"})
 # Objects that can't be watched, so all that they hold counts as read.
 _NAMESPACES = (types.SimpleNamespace, threading.local)
+# Kinds of steps to what can be replaced for a run.
+_REPLACEABLE = frozenset({"attribute", "global", "cell", "item", "entry", "key"})
 
 
 class Pair(nn.Module):
@@ -82,6 +84,7 @@ class Recorder:
         tables: Places where runs leave tables that depend on sizes alone, and what was there before: the run begins
             with that.
         settings: Places and values with which the run begins, too: what a former run has set there.
+        apart: Likewise, places and what :meth:`apart` has returned for them.
 
     Attributes:
         reads: The places that the run has read, in order, with their values.
@@ -89,6 +92,7 @@ class Recorder:
         numbers: As given; more can be added before a run.
         uses: What the run has done with the numbers.
         aliases: Pairs of places that hold one object.
+        kept_apart: As given.
         modes: The modules, by ``id``, whose attribute ``training`` the run has read.
         leftovers: What the last run has left.
         result: What a module returns; None if it can't be written down.
@@ -100,9 +104,11 @@ class Recorder:
         numbers: Collection[Place] = (),
         tables: Mapping[Place, Any] | None = None,
         settings: Mapping[Place, Any] | None = None,
+        apart: Mapping[Place, torch.Tensor] | None = None,
     ) -> None:
         self._root, self.numbers = root, set(numbers)
         self.tables, self._settings = dict(tables or {}), dict(settings or {})
+        self.kept_apart = dict(apart or {})
         self._thread = 0
         self.leftovers = Leftovers()
         self.result: Code | None = None
@@ -143,7 +149,7 @@ class Recorder:
         """Records the reads of the run in the context, and restores afterwards what it has changed."""
         self._begin()
         self._thread = threading.get_ident()
-        for place, value in (*self.tables.items(), *self._settings.items()):
+        for place, value in (*self.tables.items(), *self._settings.items(), *self.kept_apart.items()):
             self._begun_with[place] = read(self._root, place)
             write(self._root, place, value)
         for place in self.numbers:
@@ -277,6 +283,21 @@ class Recorder:
         plain = ((place, code[1]) for place, code in self.leftovers.writes if code[0] == "plain")
         kinds = (type(None), bool, str)
         return {p: new for p, new in plain if isinstance(new, kinds) and isinstance(self.reads.get(p, ()), kinds)}
+
+    def apart(self) -> dict[Place, torch.Tensor]:
+        """Returns copies of tensors that are at several places, of which the run replaces some, as in a full deque.
+
+        With a copy at each further place, the run is the same, as no graph changes such tensors in place.
+        """
+        written = {place[:-1] if place[-1].kind == "contents" else place for place, _ in self.leftovers.writes}
+        outside = {id(tensor) for tensor, _ in self.outside().values()}
+        found = {}
+        for pair in self.aliases:
+            value, owner = read(self._root, pair[1]), read(self._root, pair[1][:-1])
+            replaced = any(place in written or place[:-1] in written for place in pair)
+            if replaced and id(value) in outside and pair[1][-1].kind in _REPLACEABLE and type(owner) is not tuple:
+                found[pair[1]] = value.detach().clone()
+        return found
 
     def settle(self, second: Recorder) -> None:
         """Takes the notes of a second run, which began with :meth:`settings`, if it has left the same rest."""

@@ -5,9 +5,16 @@ from __future__ import annotations
 import random
 import sys
 import types
+from collections.abc import Callable
 from typing import Any
 
-__all__ = ["KINDS", "LEFT", "READ", "program"]
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+__all__ = ["KINDS", "LEFT", "READ", "STEPS", "graphs_of", "in_a_loop", "program", "programs", "trained"]
+
+STEPS = 5
 
 _HEAD = """
 import argparse, collections, dataclasses, enum, functools, types
@@ -233,6 +240,18 @@ LEFT: dict[str, tuple[str, str, str, str, str]] = {
 }
 KINDS = [("read", kind) for kind in READ] + [("left", kind) for kind in LEFT]
 
+# A tensor is an input, what is replaced in each run is a result, and so is a number that is counted. All other kinds
+# need a graph for what is before a change and one for what is after, as with TorchDynamo, which needs five for numbers
+# that are counted (benchmarks/recompilations.py).
+_ONE_GRAPH = {
+    "read": ("memory of numpy", "plain tensor", "data of a tensor", "another tensor", "tensor in a list"),
+    "left": (
+        *("attribute", "tuple", "list", "deque", "slots", "dataclass", "global", "global dict", "closure", "buffer"),
+        *("counter", "counter that is used", "counter in a global", "counter in a dict", "counter in a list"),
+        *("growing list", "growing list of numbers"),
+    ),
+}
+
 _USES = (
     "h * {v}",
     "h + {v}",
@@ -306,3 +325,41 @@ def program(how: str, kind: str, seed: int) -> Any:
     module.source = source  # type: ignore[attr-defined]
     module.width = values["width"]  # type: ignore[attr-defined]
     return module
+
+
+def graphs_of(how: str, kind: str) -> int:
+    """Returns how many graphs a program needs: never more than TorchDynamo compiles."""
+    return 1 if kind in _ONE_GRAPH[how] else 2
+
+
+def programs(how: str, kind: str, seed: int) -> tuple[Any, Any]:
+    """Returns two equal programs, with the same weights."""
+    first, second = (program(how, kind, seed) for _ in range(2))
+    second.model.load_state_dict(first.model.state_dict())
+    return first, second
+
+
+def trained(used: Any, train_step: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> list[float]:
+    """Returns the losses of a program's model in five steps, with the change after the second."""
+    losses = []
+    for step in range(STEPS):
+        if step == 2:
+            used.change()
+        generator = torch.Generator().manual_seed(step)
+        x, y = torch.randn(4, used.width, generator=generator), torch.randint(3, (4,), generator=generator)
+        losses.append(train_step(x, y).item())
+    return losses
+
+
+def in_a_loop(model: nn.Module) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """Returns a step of PyTorch's loop."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def train_step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        loss = F.cross_entropy(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return train_step

@@ -6,6 +6,7 @@ import itertools
 import os
 import random
 import threading
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,8 @@ from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm
 
 from ort_trainer import ExportError, ORTModule, ORTTrainer, ORTTrainerOptions, optim
+
+from ....helpers import assert_close
 
 X, Y = torch.randn(4, 6), torch.randint(3, (4,))
 
@@ -203,6 +206,42 @@ def test_hooks_that_the_first_run_makes() -> None:
         assert float(trainer.eval_step(X, Y)[0]) == pytest.approx(F.cross_entropy(reference(X), Y).item(), rel=1e-5)
     assert not model.act._forward_hooks and not hasattr(model, "is_hooked")
     assert torch.allclose(model(X), reference(X))
+
+
+def _last_of_three(net: Any, h: torch.Tensor) -> torch.Tensor:
+    h = h + net.queue[0]
+    net.queue.append(h.detach().mean(0))
+    return h
+
+
+def _sum_of_three(net: Any, h: torch.Tensor) -> torch.Tensor:
+    h = h + sum(net.queue)
+    net.queue.append(h.detach().mean(0))
+    return h
+
+
+def _asks_whether_they_are_one(net: Any, h: torch.Tensor) -> torch.Tensor:
+    h = h * 2 if net.queue[0] is net.queue[1] else h + net.queue[0]
+    net.queue.append(h.detach().mean(0))
+    return h
+
+
+@pytest.mark.parametrize(
+    ("function", "graphs"), [(_last_of_three, 1), (_sum_of_three, 3), (_asks_whether_they_are_one, 3)]
+)
+def test_tensors_that_are_one_in_the_first_step(function: Any, graphs: int) -> None:
+    model, reference = (Net(function, queue=deque([torch.zeros(3)] * 3, maxlen=3)) for _ in range(2))
+    reference.load_state_dict(model.state_dict())
+    trainer, optimizer = trainer_of(model), torch.optim.SGD(reference.parameters(), lr=0.1)
+    for _ in range(5):
+        loss = F.cross_entropy(reference(X), Y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        assert float(trainer.train_step(X, Y)[0]) == pytest.approx(loss.item(), rel=1e-5)
+    for ours, theirs in zip(model.queue, reference.queue, strict=True):
+        assert_close(ours, theirs, 1e-5, "queue")
+    assert len(trainer.session.graphs(True)) == graphs
 
 
 def test_gradients_reach_what_is_left() -> None:
