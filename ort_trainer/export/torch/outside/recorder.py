@@ -4,7 +4,7 @@ A read is found in two ways. Attributes of modules and of other objects are reco
 the run, their classes get a ``__getattribute__`` that takes notes. Global variables, variables of closures and defaults
 can't be watched in Python, so those that the code of a function names are recorded when the function is first met.
 
-What was left is found by comparison: what was met is copied, one level deep, before the code that may change it runs.
+What was left is found by comparison with copies (``changes.py``).
 """
 
 from __future__ import annotations
@@ -16,16 +16,17 @@ import random
 import sys
 import threading
 import types
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy
 import torch
 from torch import nn
 
 from ....core.errors import ExportError
-from .containers import CHANGEABLE, copied, has_same_parts, refill
+from .changes import HOOKS, OF_EVERY_MODULE, Copies, in_cell
+from .containers import has_same_parts
 from .leftovers import Code, Leftovers, encode
 from .notes import Notes
 from .numbers import Expression, Growing, Number, Uses, text_of
@@ -34,13 +35,6 @@ from .values import CONTAINERS, frozen, is_plain, is_watched, parts_of
 
 __all__ = ["Pair", "Recorder"]
 
-# What every module has: its parts, which a ModelWatch compares, and its mode.
-# Recurrent layers of PyTorch keep references to their weights.
-_OF_EVERY_MODULE = frozenset(nn.Module().__dict__) | frozenset(
-    {"_call_impl", "_wrapped_call_impl", "_compiled_call_impl", "_flat_weights", "_flat_weight_refs"}
-)
-_PARTS = ("_modules", "_parameters", "_buffers")
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 # pytest rewrites assertions so that they read its own state.
 _LIBRARIES = frozenset({"torch", "numpy", "sympy", "ort_trainer", "torchgen", "functorch", "_pytest", "pluggy"})
 _NOT_USERS = sys.stdlib_module_names | _LIBRARIES
@@ -122,12 +116,7 @@ class Recorder:
         self._seen: set[tuple[int, str]] = set()
         self._classes: dict[type, Any] = {}
         self.uses = Uses()
-        # Of what a run may change, its place, the object, and a copy of what it was.
-        self._attributes: dict[int, tuple[Place, dict[str, Any], dict[str, Any]]] = {}
-        self._contents: dict[int, tuple[Place, Any, Any]] = {}
-        self._globals: dict[tuple[int, str], tuple[Place, dict[str, Any], Any]] = {}
-        self._cells: list[tuple[Place, Any, Any]] = []
-        self._slots: list[tuple[Place, Any, str, Any]] = []
+        self._copies = Copies()
         self._numbers: dict[Place, Any] = {}
         self._stood_in: set[Place] = set()
         self._growing: dict[Place, Growing] = {}
@@ -139,8 +128,6 @@ class Recorder:
         self.aliases: dict[tuple[Place, Place], None] = {}
         self._of_classes: set[tuple[int, str]] = set()
         self._names: set[str] = set()
-        self._parts: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        self._hooks: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._generators: list[tuple[Place, Any, str]] = []
         self._iterators: list[Place] = []
 
@@ -189,7 +176,8 @@ class Recorder:
         """
         self._refuse_draws()
         flags = self._flags_of_hooks()
-        changes = [(change.place, change.now, change.before) for change in self._changes() if change.place not in flags]
+        found = (change for change in self._copies.changes() if change.place not in flags)
+        changes = [(change.place, change.now, change.before) for change in found]
         tensors: list[torch.Tensor] = []
         known = self._known()
         writes = []
@@ -243,12 +231,10 @@ class Recorder:
             ExportError: If the run has made anything else, or hooks without such an attribute, so in every run.
         """
         flags: set[Place] = set()
-        if _differ(self._hooks):
-            changes = (
-                c for c in self._changes() if c.now is True and isinstance(read(self._root, c.place[:-1]), nn.Module)
-            )
-            flags = {change.place for change in changes}
-        if _differ(self._parts) or (_differ(self._hooks) and not flags):
+        if self._copies.has_other_hooks:
+            places = [change.place for change in self._copies.changes() if change.now is True]
+            flags = {place for place in places if isinstance(read(self._root, place[:-1]), nn.Module)}
+        if self._copies.has_other_parts or (self._copies.has_other_hooks and not flags):
             raise ExportError(
                 f"forward() of {type(self._root.model).__name__} makes or replaces modules, parameters or hooks, "
                 "which a graph can't do: run the model once before"
@@ -351,11 +337,7 @@ class Recorder:
         )
 
     def _restore(self) -> None:
-        for change in list(self._changes()):
-            change.restore(change.before)
-        for now, before in (*self._parts, *self._hooks):
-            if not has_same_parts(now, before):
-                refill(now, before)
+        self._copies.restore()
         for place, value in (*self._numbers.items(), *self._begun_with.items()):
             write(self._root, place, value)
 
@@ -364,20 +346,14 @@ class Recorder:
             return
         self._met[id(module)] = module, place
         values = attributes_of(module)
-        self._attributes[id(values)] = place, values, dict(values)
-        for kinds, known in ((_PARTS, self._parts), (_HOOKS, self._hooks)):
-            known += [(values[kind], dict(values[kind])) for kind in kinds]
+        self._copies.add_attributes(values, place)
+        self._copies.add_parts(values)
         for key, value in values.items():
-            if type(value) in CONTAINERS and key not in _OF_EVERY_MODULE:
-                self._copy(value, (*place, Step("attribute", key)))
-        for hooks in _HOOKS:
+            if type(value) in CONTAINERS and key not in OF_EVERY_MODULE:
+                self._copies.add_contents(value, (*place, Step("attribute", key)))
+        for hooks in HOOKS:
             for at, hook in enumerate(values.get(hooks, {}).values()):
                 self._meet(hook, (*place, Step("get", hooks), Step("entry", at)))
-
-    def _copy(self, value: Any, place: Place) -> None:
-        """Copies a container that can be changed, one level deep."""
-        if isinstance(value, CHANGEABLE):
-            self._contents.setdefault(id(value), (place, value, copied(value)))
 
     def _meet(self, value: Any, place: Place) -> None:
         """Takes note of an object that the run may read from or change."""
@@ -409,7 +385,7 @@ class Recorder:
             self._meet(value.__self__, (*place, Step("get", "__self__")))
             self._meet(value.__func__, (*place, Step("get", "__func__")))
         elif isinstance(value, (*CONTAINERS, functools.partial)):
-            self._copy(value, place)
+            self._copies.add_contents(value, place)
             for step, part in parts_of(value):
                 self._meet(part, (*place, Step(*step)))
         elif isinstance(value, random.Random) or type(value).__module__.startswith("numpy.random"):
@@ -436,11 +412,10 @@ class Recorder:
             return
         try:
             values = attributes_of(value)
-            self._attributes[id(values)] = place, values, dict(values)
+            self._copies.add_attributes(values, place)
         except AttributeError:  # it has slots only
             values = {}
-        for name in _slots_of(kind):
-            self._slots.append((place, value, name, _slot(value, name)))
+        self._copies.add_slots(value, place)
         for name, part in () if can_be_watched else values.items():
             self._record((*place, Step("attribute", name)), part)
         self._meet_names(kind, (*place, Step("get", "__class__")), frozenset(self._names))
@@ -451,9 +426,8 @@ class Recorder:
     def _meet_function(self, function: types.FunctionType, place: Place) -> None:
         for at, cell in enumerate(function.__closure__ or ()):
             inner: Place = (*place, Step("cell", at))  # type: ignore[assignment]
-            value = _in_cell(cell)
-            self._cells.append((inner, cell, value))
-            self._record(inner, value)
+            self._copies.add_cell(cell, inner)
+            self._record(inner, in_cell(cell))
         for name in ("__defaults__", "__kwdefaults__"):
             if getattr(function, name):
                 self._record((*place, Step("get", name)), getattr(function, name))
@@ -467,12 +441,12 @@ class Recorder:
             if name not in values and hasattr(builtins, name):
                 continue
             inner = (*place, Step("global", name))  # type: ignore[assignment]
-            self._globals.setdefault((id(values), name), (inner, values, values.get(name, MISSING)))
+            self._copies.add_global(values, name, inner)
             if name in values:
                 self._record(inner, values[name])
                 self._meet_names(values[name], inner, names | _CALLED_ON_CLASSES)
         for at, cell in enumerate(function.__closure__ or ()):
-            self._meet_names(_in_cell(cell), (*place, Step("cell", at)), names | _CALLED_ON_CLASSES)
+            self._meet_names(in_cell(cell), (*place, Step("cell", at)), names | _CALLED_ON_CLASSES)
 
     def _meet_names(self, value: Any, place: Place, names: frozenset[str]) -> None:
         """Records what code may read of a class or of a Python module: nothing can watch their attributes."""
@@ -516,7 +490,7 @@ class Recorder:
                 self.modes[id(owner)] = owner
                 if id(owner) in self._foreign:
                     self._record((*place, Step("attribute", name)), value)
-            if name in _OF_EVERY_MODULE:
+            if name in OF_EVERY_MODULE:
                 return
             file = sys._getframe(2).f_code.co_filename
             of_models = file.startswith(_TORCH_MODELS) and name != "__dict__"
@@ -530,7 +504,7 @@ class Recorder:
         of_type = of_class(type(owner), name)
         if name == "__dict__":
             for key, entry in list(values.items()):
-                if key in _OF_EVERY_MODULE:
+                if key in OF_EVERY_MODULE:
                     continue
                 self._record_if_old(values, key, place, entry)
         elif name in values:
@@ -557,8 +531,7 @@ class Recorder:
 
     def _record_if_old(self, values: dict[str, Any], name: str, place: Place, value: Any) -> None:
         """Records an attribute, unless this run has assigned it."""
-        copy = self._attributes.get(id(values))
-        if copy is None or copy[2].get(name, MISSING) is value:
+        if self._copies.is_old(values, name, value):
             self._record((*place, Step("attribute", name)), value)
 
     def _watch_class(self, kind: type) -> bool:
@@ -589,60 +562,6 @@ class Recorder:
         self._classes[kind] = own
         return True
 
-    def _changes(self) -> Iterator[_Change]:
-        """Yields what the run has changed."""
-        for place, values, before in self._attributes.values():
-            for key in dict.fromkeys((*before, *values)):
-                now, old = values.get(key, MISSING), before.get(key, MISSING)
-                if now is not old and key not in _OF_EVERY_MODULE:
-                    yield _Change((*place, Step("attribute", key)), now, old, functools.partial(_assign, values, key))
-        for place, owner, name, old in self._slots:
-            now = _slot(owner, name)
-            if now is not old:
-                yield _Change((*place, Step("get", name)), now, old, functools.partial(setattr, owner, name))
-        for place, container, before in self._contents.values():
-            if not has_same_parts(container, before):
-                restore = functools.partial(refill, container)
-                yield _Change((*place, Step("contents", "")), container, before, restore)
-        for place, values, old in self._globals.values():
-            name = str(place[-1].key)
-            if values.get(name, MISSING) is not old:
-                yield _Change(place, values.get(name, MISSING), old, functools.partial(_assign, values, name))
-        for place, cell, old in self._cells:
-            now = _in_cell(cell)
-            if now is not old:
-                yield _Change(place, now, old, functools.partial(setattr, cell, "cell_contents"))
-
-
-class _Change(NamedTuple):
-    """A change that a run has made.
-
-    Attributes:
-        place: Where.
-        now: The new value.
-        before: The old value.
-        restore: Puts a value there.
-    """
-
-    place: Place
-    now: Any
-    before: Any
-    restore: Callable[[Any], object]
-
-
-def _assign(values: dict[str, Any], key: str, value: Any) -> None:
-    if value is MISSING:
-        values.pop(key, None)
-    else:
-        values[key] = value
-
-
-def _in_cell(cell: Any) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # not assigned yet
-        return MISSING
-
 
 def _numbers_changed(now: Any, before: Any) -> Iterator[Step]:
     """Yields the steps to the numbers in a dict or a list that have become other numbers, if nothing was added."""
@@ -651,13 +570,6 @@ def _numbers_changed(now: Any, before: Any) -> Iterator[Step]:
         for (step, value), (_, old) in zip(parts_of(now), parts_of(before), strict=True):
             if type(value) in (int, float) and type(old) in (int, float) and value is not old:
                 yield Step(*step)
-
-
-def _slot(owner: Any, name: str) -> Any:
-    try:
-        return object.__getattribute__(owner, name)
-    except AttributeError:
-        return MISSING
 
 
 def _state_of(generator: Any) -> Any:
@@ -675,21 +587,11 @@ def _of_numpy(generator: Any) -> str:
     return "numpy.random" if generator is numpy.random.mtrand._rand else ""
 
 
-def _slots_of(kind: type) -> Iterator[str]:
-    for base in kind.__mro__:
-        slots = vars(base).get("__slots__", ())
-        yield from (slots,) if isinstance(slots, str) else slots
-
-
 def _unwatch(kind: type, own: Any) -> None:
     if own is MISSING:
         del kind.__getattribute__
     else:
         kind.__getattribute__ = own  # type: ignore[method-assign]
-
-
-def _differ(pairs: Iterable[tuple[Any, Any]]) -> bool:
-    return any(not has_same_parts(now, before) for now, before in pairs)
 
 
 def _holds_plain_parts(container: Any) -> bool:

@@ -1,0 +1,149 @@
+"""What a run changes outside tensors: what it may change is copied, one level deep, when it is met."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from .containers import CHANGEABLE, copied, has_same_parts, refill
+from .places import MISSING, Place, Step
+
+__all__ = ["HOOKS", "OF_EVERY_MODULE", "Change", "Copies", "in_cell"]
+
+OF_EVERY_MODULE = frozenset(nn.Module().__dict__) | frozenset(
+    {"_call_impl", "_wrapped_call_impl", "_compiled_call_impl", "_flat_weights", "_flat_weight_refs"}
+)
+"""What every module has: its parts, which a ModelWatch compares, and its mode. (Recurrent layers of PyTorch keep
+references to their weights.)"""
+_PARTS = ("_modules", "_parameters", "_buffers")
+HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+
+
+class Change(NamedTuple):
+    """A change that a run has made.
+
+    Attributes:
+        place: Where.
+        now: The new value.
+        before: The old value.
+        restore: Puts a value there.
+    """
+
+    place: Place
+    now: Any
+    before: Any
+    restore: Callable[[Any], object]
+
+
+class Copies:
+    """Copies of what a run may change."""
+
+    def __init__(self) -> None:
+        self._attributes: dict[int, tuple[Place, dict[str, Any], dict[str, Any]]] = {}
+        self._contents: dict[int, tuple[Place, Any, Any]] = {}
+        self._globals: dict[tuple[int, str], tuple[Place, dict[str, Any], Any]] = {}
+        self._cells: list[tuple[Place, Any, Any]] = []
+        self._slots: list[tuple[Place, Any, str, Any]] = []
+        self._parts: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._hooks: list[tuple[dict[str, Any], dict[str, Any]]] = []
+
+    def add_attributes(self, values: dict[str, Any], place: Place) -> None:
+        """Copies an object's ``__dict__``."""
+        self._attributes[id(values)] = place, values, dict(values)
+
+    def add_slots(self, owner: Any, place: Place) -> None:
+        """Copies what an object has in slots."""
+        for base in type(owner).__mro__:
+            slots = vars(base).get("__slots__", ())
+            for name in (slots,) if isinstance(slots, str) else slots:
+                self._slots.append((place, owner, name, _slot(owner, name)))
+
+    def add_parts(self, values: dict[str, Any]) -> None:
+        """Copies what a module, whose ``__dict__`` is given, has of modules, parameters, buffers and hooks."""
+        for kinds, known in ((_PARTS, self._parts), (HOOKS, self._hooks)):
+            known += [(values[kind], dict(values[kind])) for kind in kinds]
+
+    def add_contents(self, value: Any, place: Place) -> None:
+        """Copies a container, if it can be changed."""
+        if isinstance(value, CHANGEABLE):
+            self._contents.setdefault(id(value), (place, value, copied(value)))
+
+    def add_global(self, values: dict[str, Any], name: str, place: Place) -> None:
+        """Remembers a global variable, which may not exist yet."""
+        self._globals.setdefault((id(values), name), (place, values, values.get(name, MISSING)))
+
+    def add_cell(self, cell: Any, place: Place) -> None:
+        """Remembers a variable of a closure."""
+        self._cells.append((place, cell, in_cell(cell)))
+
+    def is_old(self, values: dict[str, Any], name: str, value: Any) -> bool:
+        """Returns whether a value in an object's ``__dict__`` is from before the run."""
+        known = self._attributes.get(id(values))
+        return known is None or known[2].get(name, MISSING) is value
+
+    @property
+    def has_other_parts(self) -> bool:
+        """Whether the run has made or replaced modules, parameters or buffers."""
+        return any(not has_same_parts(now, before) for now, before in self._parts)
+
+    @property
+    def has_other_hooks(self) -> bool:
+        """Whether the run has made or replaced hooks."""
+        return any(not has_same_parts(now, before) for now, before in self._hooks)
+
+    def changes(self) -> Iterator[Change]:
+        """Yields what the run has changed, except for parts of modules."""
+        for place, values, before in self._attributes.values():
+            for key in dict.fromkeys((*before, *values)):
+                now, old = values.get(key, MISSING), before.get(key, MISSING)
+                if now is not old and key not in OF_EVERY_MODULE:
+                    yield Change((*place, Step("attribute", key)), now, old, functools.partial(_assign, values, key))
+        for place, owner, name, old in self._slots:
+            now = _slot(owner, name)
+            if now is not old:
+                yield Change((*place, Step("get", name)), now, old, functools.partial(setattr, owner, name))
+        for place, container, before in self._contents.values():
+            if not has_same_parts(container, before):
+                restore = functools.partial(refill, container)
+                yield Change((*place, Step("contents", "")), container, before, restore)
+        for place, values, old in self._globals.values():
+            name = str(place[-1].key)
+            if values.get(name, MISSING) is not old:
+                yield Change(place, values.get(name, MISSING), old, functools.partial(_assign, values, name))
+        for place, cell, old in self._cells:
+            now = in_cell(cell)
+            if now is not old:
+                yield Change(place, now, old, functools.partial(setattr, cell, "cell_contents"))
+
+    def restore(self) -> None:
+        """Takes back what the run has changed."""
+        for change in list(self.changes()):
+            change.restore(change.before)
+        for now, before in (*self._parts, *self._hooks):
+            if not has_same_parts(now, before):
+                refill(now, before)
+
+
+def in_cell(cell: Any) -> Any:
+    """Returns what a cell of a closure holds; :data:`~.places.MISSING` if nothing was assigned yet."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return MISSING
+
+
+def _assign(values: dict[str, Any], key: str, value: Any) -> None:
+    if value is MISSING:
+        values.pop(key, None)
+    else:
+        values[key] = value
+
+
+def _slot(owner: Any, name: str) -> Any:
+    try:
+        return object.__getattribute__(owner, name)
+    except AttributeError:
+        return MISSING
