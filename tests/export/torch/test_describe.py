@@ -42,8 +42,7 @@ def test_a_transformer_with_its_loss_inside(tmp_path: Any) -> None:
     assert trainer.model_desc.output_names == ["loss", "logits"]
     for batch, length in ((3, 7), (1, 9)):
         trainer.train_step(case.batch(draw, batch, length))
-    # In the first step, the model sets a setting that it reads (config.problem_type).
-    assert len(trainer.session.graphs(True)) == 2
+    assert len(trainer.session.graphs(True)) == 1
     trainer.save_as_onnx(tmp_path / "model.onnx")
     graph = onnx.load(tmp_path / "model.onnx").graph
     dims = {v.name: [d.dim_param or d.dim_value for d in v.type.tensor_type.shape.dim] for v in graph.output}

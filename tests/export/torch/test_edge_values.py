@@ -234,7 +234,9 @@ ACTIVATIONS = [
 @pytest.mark.options(kernels="onnxruntime")
 def test_results_of_activations_at_the_edges() -> None:
     """On ONNX Runtime's kernels, some gradients at NaN differ; docs/limits.md lists them."""
-    comparison = Comparison([Call(function, [EDGES]) for function in ACTIVATIONS])
+    # PyTorch's gelu of infinity is NaN on CPUs with AVX-512, and infinity on others.
+    edges = [EDGES[1:] if function is F.gelu else EDGES for function in ACTIVATIONS]
+    comparison = Comparison([Call(function, [x]) for function, x in zip(ACTIVATIONS, edges, strict=True)])
     for number, ours in enumerate(comparison.ours()):
         what = difference(ours, comparison.theirs(number), values_only=True)
         assert what is None, f"{ACTIVATIONS[number].__name__}: {what}"
