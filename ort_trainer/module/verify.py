@@ -13,7 +13,8 @@ from ..core.errors import VerificationError
 from ..export.nested import flatten, rebuild
 from ..export.torch.borrow import BORROWED, borrowed
 from ..export.torch.differences import WHY_DIFFERENT, check_comparable, gradient_floor, not_run, report
-from ..export.torch.eager import coarsest, gradient_of, random_state_kept, shaken, with_values
+from ..export.torch.eager import coarsest, gradient_of, put_buffers_back, random_state_kept, shaken, with_values
+from ..export.torch.outside.places import Place
 from ..export.torch.outside.recorder import Pair, Recorder
 from .graphs import _Found as Found
 from .passes import Call
@@ -104,6 +105,8 @@ class _EagerCall:
         self._before = {self._places[place]: values[place].detach().clone() for place in updated}
         self._values = list(values[: len(step.state)])
         self._constants: list[str] = []
+        # What the call has changed outside its tensors, as it was before: later runs begin with that.
+        self._outside: dict[Place, Any] | None = None
 
     def run(self, tangents: Mapping[str, torch.Tensor] | None = None, shake: int | None = None) -> Named:
         """Returns the results of a call, or gradients, by what they are called in messages.
@@ -120,11 +123,11 @@ class _EagerCall:
             for key, value in self._inputs.items()
         }
         kind, enabled = self._device.type, self._autocast is not None
-        recorder = Recorder(Pair(module))
+        recorder = Recorder(Pair(module), (), dict.fromkeys(self._found.notes.tables), self._outside)
         with (
             BORROWED,
             random_state_kept(self._device, self._state),
-            with_values(module, tensors, epsilon, shake),
+            with_values(module, tensors, epsilon, shake) as held,
             borrowed(module, self._trainable, module.training, self._modes),
             recorder.running(),
             torch.set_grad_enabled(self._with_grad),
@@ -137,8 +140,12 @@ class _EagerCall:
             with torch.autocast(kind, self._autocast or torch.float16, enabled=enabled):
                 result = module(*arguments, **keywords)
             torch.clear_autocast_cache()
-            # What is left outside is compared as well; the graph returns it after the results.
             self._constants = _constants_in(result)
+            state = self._state_of_now()
+            put_buffers_back(held)
+            if self._outside is None:
+                self._outside = recorder.replaced()
+            # What is left outside is compared as well; the graph returns it after the results.
             outputs = _numbered([*self._found.tensors_in(result), *recorder.leave(strict=False)])
             if tangents is not None:
                 return self._gradients(outputs, leaves, tangents)
@@ -148,7 +155,7 @@ class _EagerCall:
                     f"{len(self._found.passes.step.outputs)}.",
                     "Nothing has changed.",
                 )
-            return self._named(outputs, [*self._state_of_now(), *copies.values()])
+            return self._named(outputs, [*state, *copies.values()])
 
     def check(self, outputs: Named, values: Sequence[torch.Tensor]) -> None:
         """Compares the results of the graph.

@@ -116,6 +116,34 @@ def test_it_computes_what_it_computes_without_it() -> None:
             close(ours(X), eager(X))
 
 
+class Recurrent(nn.Module):
+    """Reads what the call before has left, also in a table that depends on sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear, self.state, self.table = nn.Linear(6, 6), torch.zeros(6), None
+        self.register_buffer("mean", torch.zeros(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.table is None:
+            self.table = torch.arange(x.shape[1]) * 2.0
+        y = torch.tanh(self.linear(x + self.table) * (self.state + 1) + self.mean)
+        self.state, self.mean = y.detach().mean(0), self.mean * 0.5 + y.detach().amax(0)
+        return y
+
+
+def test_a_backward_pass_begins_with_what_its_call_has_found() -> None:
+    eager, ours = pair(Recurrent(), VERIFIED)
+
+    def run(module: nn.Module) -> None:
+        results = [module(X * factor) for factor in (1.0, 2.0, 3.0)]
+        sum(result.square().sum() for result in results).backward()
+
+    assert_same_gradients(eager, ours, run)
+    close([ours.state, ours.mean], [eager.state, eager.mean])
+
+
 class Positions(nn.Module):
     """Its graph keeps a buffer for the backward pass."""
 

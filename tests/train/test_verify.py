@@ -234,6 +234,37 @@ def test_masks_that_pytorch_would_not_draw_are_refused() -> None:
         trainer.train_step(*batch)
 
 
+class Leaving(Model):
+    """Leaves tensors in many places: in lists that grow, in a list, as a table that depends on sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.grown, self.others, self.last, self.table = [], [], [torch.zeros(3)], None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.table is None:
+            self.table = torch.arange(x.shape[1]) * 2.0
+        y = super().forward(x + self.table)
+        self.others.append(y.detach().amax(0))
+        self.grown.append(y.detach().mean(0))
+        self.last[0] = y.detach().amin(0) * self.outside.slope
+        return y
+
+
+def test_what_is_left_is_compared_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Outside, "slope", 1.0, raising=False)
+    model = Leaving()
+    trainer = trainer_of(model, VERIFIED)
+    *first, last = mlp_batches(4)
+    for batch in first:
+        trainer.train_step(*batch)
+    assert len(model.grown) == len(model.others) == 3
+    monkeypatch.setattr(Outside, "slope", 2.0)
+    with pytest.raises(VerificationError, match=r"output 'left\.\d' is .* in PyTorch"):
+        trainer.train_step(*last)
+    assert len(model.grown) == 3
+
+
 class Bfloat16(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Mapping
-from typing import NamedTuple
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -12,14 +12,26 @@ from torch import nn
 from .borrow import BORROWED, borrowed
 from .step_module import ExportedStep, StepModule
 
-__all__ = ["EagerStep", "coarsest", "gradient_of", "random_state_kept", "run_eagerly", "shaken", "with_values"]
+__all__ = [
+    "EagerStep",
+    "coarsest",
+    "gradient_of",
+    "put_buffers_back",
+    "random_state_kept",
+    "run_eagerly",
+    "shaken",
+    "with_values",
+]
+
+_Held = tuple[dict[str, Any], str, torch.Tensor]
+"""A buffer, and the dict and the key where it is."""
 
 
 class EagerStep(NamedTuple):
     """The results of a step, as new tensors by name.
 
     Attributes:
-        outputs: The described outputs.
+        outputs: The described outputs, and the tensors that the step leaves outside, as ``left.0`` and so on.
         gradients: The gradients of the scaled loss, without those of parameters that it does not depend on.
         buffers: All buffers after the step.
         rounding: The dtype that rounds most in the step.
@@ -70,17 +82,21 @@ def run_eagerly(
     with (
         BORROWED,
         random_state_kept(device, state),
-        with_values(step.model, tensors, epsilon, shake),
+        with_values(step.model, tensors, epsilon, shake) as held,
         borrowed(module, trained.values(), training=True, modes=step.modes),
         torch.enable_grad(),
     ):
         torch.clear_autocast_cache()  # around a step, it may hold casts of earlier weights
-        with step.autocast_for(sample):
-            results = module(*sample)
+        with module.recorder.running():
+            with step.autocast_for(sample):
+                results = module.run(*sample)
+            # Before the backward pass, in which a checkpoint runs its part again, and changes its buffers again.
+            buffers = {name: value.detach().clone() for name, value in step.model.named_buffers()}
+            put_buffers_back(held)
+            left = module.recorder.leave(strict=False)
         torch.clear_autocast_cache()
-        # Before the backward pass, in which a checkpoint runs its part again, and changes its buffers again.
-        buffers = {name: value.detach().clone() for name, value in step.model.named_buffers()}
         outputs = {entry.name: value for entry, value in zip(step.description.outputs, results, strict=True)}
+        outputs |= {f"left.{at}": value for at, value in enumerate(left)}
         loss = outputs[step.description.loss.name]
         parameters = dict(module.named_parameters())
         gradients: dict[str, torch.Tensor] = {}
@@ -136,8 +152,8 @@ def shaken(value: torch.Tensor, epsilon: float, seed: int) -> torch.Tensor:
 @contextlib.contextmanager
 def with_values(
     model: nn.Module, tensors: Mapping[str, torch.Tensor], epsilon: float, shake: int | None
-) -> Iterator[None]:
-    """Gives a model copies of its buffers, and its parameters perhaps other values, for a while.
+) -> Iterator[list[_Held]]:
+    """Gives a model copies of its buffers, and its parameters perhaps other values, for a while; yields the copies.
 
     Buffers become other objects, because one that a step changes and that is put back would count as changed for every
     graph of autograd that has saved it. Parameters remain the same objects, to which others may refer.
@@ -167,15 +183,24 @@ def with_values(
             parameter.data = value if shake is None else shaken(value, epsilon, shake)
         for buffers, key, buffer in held:
             buffers[key] = copies[id(buffer)]
-        yield
+        yield [(buffers, key, copies[id(buffer)]) for buffers, key, buffer in held]
     finally:
-        for buffers, key, buffer in held:
-            buffers[key] = buffer
+        put_buffers_back(held)
         for tensor, data in parameters:
             tensor.data = data
         for buffer, value in originals.values():
             if not torch.equal(buffer, value):  # changed through another reference than the module's
                 buffer.detach().copy_(value)
+
+
+def put_buffers_back(held: Sequence[_Held]) -> None:
+    """Makes buffers again what they were: a forward pass may assign others.
+
+    Args:
+        held: What :func:`with_values` has yielded.
+    """
+    for buffers, key, buffer in held:
+        buffers[key] = buffer
 
 
 def _device(tensors: Mapping[str, torch.Tensor], batch: Mapping[str, torch.Tensor]) -> torch.device:

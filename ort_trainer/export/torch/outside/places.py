@@ -30,8 +30,8 @@ class Step(NamedTuple):
         kind: ``get`` (what the owner's attribute returns), ``attribute`` (an entry of its ``__dict__``), ``tensor`` (a
             module's parameter or buffer), ``class`` (an attribute of its class), ``global`` (a global variable of a
             function), ``cell`` (a variable of a function's closure), ``item`` (of a sequence), ``entry`` (of a dict, by
-            the position of its key), ``key`` (of a dict, by a key that is a string); only to be
-            written, ``contents`` (all that a container holds) or ``end`` (what is appended to a list).
+            the position of its key), ``key`` (of a dict, by a key that is a string), ``contents`` (all that a container
+            holds); only to be written, ``end`` (what is appended to a list).
         key: A name or a position.
     """
 
@@ -77,6 +77,7 @@ _READ: dict[str, Callable[[Any, Any], Any]] = {
     "item": _in_sequence,
     "entry": _in_dict,
     "key": lambda owner, key: owner.get(key, MISSING),
+    "contents": lambda owner, _: copied(owner),
 }
 
 

@@ -77,7 +77,7 @@ class Recorder:
         numbers: Places of numbers that change from run to run.
         tables: Places where runs leave tables that depend on sizes alone, and what was there before: the run begins
             with that.
-        settings: Places and values with which the run begins, too: what a former run has set there.
+        settings: Places and values with which the run begins, too: what a former run has set or found there.
         apart: Likewise, places and what :meth:`apart` has returned for them.
 
     Attributes:
@@ -182,6 +182,8 @@ class Recorder:
         known = self._known()
         writes = []
         changes += [((*place, Step("end", "")), growing.added, []) for place, growing in self._growing.items()]
+        # Lists that grow come last, whether objects stand in for them or not: all runs leave tensors in one order.
+        changes.sort(key=lambda change: described(change[0]) if _is_growth(*change) else "")
         for place, now, before in changes:
             if place[-1].kind == "end" and not now:
                 continue
@@ -190,8 +192,7 @@ class Recorder:
             others = known
             if place[-1].kind == "contents":  # of a container that is at its place already
                 others = {key: other for key, other in known.items() if key != id(now)}
-                grown = type(now) is list and len(now) > len(before) and has_same_parts(now[: len(before)], before)
-                if grown and place[:-1] in self.reads:
+                if _is_growth(place, now, before) and place[:-1] in self.reads:
                     self._grown.add(place[:-1])
                 elif place[:-1] in self.reads:
                     self._counted |= {(*place[:-1], step) for step in _numbers_changed(now, before)}
@@ -240,6 +241,10 @@ class Recorder:
                 "which a graph can't do: run the model once before"
             )
         return flags
+
+    def replaced(self) -> dict[Place, Any]:
+        """Returns what was at the places that the run has changed so far; another run can begin with it."""
+        return {change.place: change.before for change in self._copies.changes()}
 
     def written(self, result: Any) -> tuple[torch.Tensor, ...]:
         """Writes down what a module returns, in :attr:`result`, and returns the tensors in it.
@@ -338,7 +343,8 @@ class Recorder:
 
     def _restore(self) -> None:
         self._copies.restore()
-        for place, value in (*self._numbers.items(), *self._begun_with.items()):
+        # Two places may be one, such as a variable of two closures: the first has what was there before.
+        for place, value in reversed([*self._begun_with.items(), *self._numbers.items()]):
             write(self._root, place, value)
 
     def _meet_module(self, module: nn.Module, place: Place) -> None:
@@ -561,6 +567,12 @@ class Recorder:
             return False
         self._classes[kind] = own
         return True
+
+
+def _is_growth(place: Place, now: Any, before: Any) -> bool:
+    """Returns whether a change is one of the contents of a list, to which something was appended."""
+    grown = type(now) is list and len(now) > len(before) and has_same_parts(now[: len(before)], before)
+    return place[-1].kind == "end" or (place[-1].kind == "contents" and grown)
 
 
 def _numbers_changed(now: Any, before: Any) -> Iterator[Step]:

@@ -14,6 +14,11 @@ from ort_trainer import ORTModule, ORTTrainer, ORTTrainerOptions, optim
 from .programs import KINDS, graphs_of, in_a_loop, programs, trained
 
 
+def _verify_every(seed: int) -> int:
+    """Returns the option: one program of each kind in three is compared with PyTorch in every step."""
+    return int(seed % 3 == 0)
+
+
 def _check(ours: Any, reference: Any, losses: list[float], graphs: int, expected: int) -> None:
     assert losses == pytest.approx(trained(reference, in_a_loop(reference.model)), rel=1e-4), ours.source
     assert torch.allclose(ours.state().float(), reference.state().float(), rtol=1e-4), ours.source
@@ -26,7 +31,7 @@ def _check(ours: Any, reference: Any, losses: list[float], graphs: int, expected
 @pytest.mark.parametrize(("how", "kind"), KINDS, ids=[f"{how}, {kind}" for how, kind in KINDS])
 def test_the_trainer_takes_and_leaves_what_pytorch_does(how: str, kind: str, seed: int) -> None:
     ours, reference = programs(how, kind, seed)
-    options = ORTTrainerOptions({"utils": {"grad_norm_clip": False}})
+    options = ORTTrainerOptions({"utils": {"grad_norm_clip": False}, "debug": {"verify_every": _verify_every(seed)}})
     trainer = ORTTrainer(ours.model, "auto", optim.SGDConfig(lr=0.1), loss_fn=F.cross_entropy, options=options)
     losses = trained(ours, lambda x, y: trainer.train_step(x, y)[0])
     _check(ours, reference, losses, len(trainer.session.graphs(True)), graphs_of(how, kind))
@@ -36,7 +41,7 @@ def test_the_trainer_takes_and_leaves_what_pytorch_does(how: str, kind: str, see
 @pytest.mark.parametrize(("how", "kind"), KINDS, ids=[f"{how}, {kind}" for how, kind in KINDS])
 def test_a_wrapped_module_takes_and_leaves_what_pytorch_does(how: str, kind: str, seed: int) -> None:
     ours, reference = programs(how, kind, seed)
-    wrapped = ORTModule(ours.model)
+    wrapped = ORTModule(ours.model, {"debug": {"verify_every": _verify_every(seed)}})
     losses = trained(ours, in_a_loop(wrapped))
     graphs = sum(map(len, wrapped._graphs._found.values()))
     _check(ours, reference, losses, graphs, graphs_of(how, kind))
