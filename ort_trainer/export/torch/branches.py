@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import linecache
+import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from types import CodeType, FrameType
@@ -27,6 +28,17 @@ Line = tuple[CodeType, int]
 Number = bool | int | float
 Answers = Mapping[Line, list[Number]]
 """The values that were read at each place, in order."""
+
+
+# What a comparison of a number with itself says, and functions of Python that need a number of its own. They are
+# computed from a number or from a tensor.
+_OF_NUMBERS: dict[tuple[Any, str], Callable[[Any], Any]] = {
+    (torch.SymFloat, "__eq__"): lambda value: value == value,
+    (torch.SymFloat, "__ne__"): lambda value: value != value,
+    (math, "isnan"): lambda value: value != value,
+    (math, "isinf"): lambda value: (value == math.inf) | (value == -math.inf),
+    (math, "isfinite"): lambda value: value - value == 0,
+}
 
 
 class ValuesAsked(Exception):
@@ -91,6 +103,7 @@ class Branches:
             ValuesAsked: If there are no answers.
         """
         from torch._subclasses.functional_tensor import FunctionalTensor
+        from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
         size_is_true: Any = torch.SymBool.__bool__
 
@@ -112,16 +125,36 @@ class Branches:
                 self._assume(tensor != 0, True, sys._getframe(1))
             checks[0](tensor, *message)
 
+        def of_number(question: Callable[[Any], Any], original: Callable[..., Any]) -> Callable[..., Any]:
+            def answered(value: Any, *others: Any) -> Any:
+                frame = sys._getframe(1)
+                itself = isinstance(value, torch.SymFloat) and all(
+                    isinstance(other, torch.SymFloat) and other.node.expr == value.node.expr for other in others
+                )
+                of_torch = frame.f_code.co_filename.startswith(LIBRARIES[0])
+                if of_torch or not itself or not self._depends_on_numbers(value):
+                    return original(value, *others)
+                answer = self._decided(value.node.expr, question, frame)
+                if answer is None:
+                    raise GuardOnDataDependentSymNode(value.node.expr, "it may be nan")
+                return answer
+
+            return answered
+
         checks: Any = torch._assert_async, torch._check_with
         self._left = False
         try:
             with (
+                contextlib.ExitStack() as stack,
                 mock.patch.object(torch, "_assert_async", assert_async),
                 mock.patch.object(torch, "_check_with", check_with),
                 reads_watched(self._read, torch.Tensor, FunctionalTensor),
                 mock.patch.object(torch.SymBool, "__bool__", bool_of_size),
                 mock.patch.object(torch.SymFloat, "__bool__", bool_of_float),
             ):
+                for (owner, name), question in _OF_NUMBERS.items():
+                    function = of_number(question, getattr(owner, name))
+                    stack.enter_context(mock.patch.object(owner, name, function))
                 yield
         finally:
             if self._left:  # whatever has become of the exception on its way
@@ -153,23 +186,36 @@ class Branches:
         except GuardOnDataDependentSymNode:
             if not self._depends_on_numbers(value):
                 raise  # it is of a size that depends on values
-            self._leave()
-            condition = value.node.expr
-            numbers = {symbol: self._numbers[symbol] for symbol in condition.free_symbols & self._numbers.keys()}
-            if any(number is None for _, number in numbers.values()):
+            answer = self._decided(value.node.expr, lambda condition: condition, frame)
+            if answer is None:
                 raise
-            sizes = {symbol: self._sizes[symbol] for symbol in condition.free_symbols & self._sizes.keys()}
-            known = {symbol: size.node.hint for symbol, size in sizes.items()}
-            answer = bool(_computed(condition, {**known, **{s: number for s, (_, number) in numbers.items()}}))
-            # As item() does, which returns a number of Python.
-            tensors = {s: t.double() if t.is_floating_point() else t.long() for s, (t, _) in numbers.items()}
-            # Kernels take sizes only as sizes.
-            counts = {symbol: torch.ones(size, dtype=torch.int64).sum() for symbol, size in sizes.items()}
-            self._assume(_computed(condition, {**counts, **tensors}), answer, frame)
             return answer
 
-    def _depends_on_numbers(self, value: torch.SymBool) -> bool:
-        """Returns whether a condition is of numbers that were taken from tensors, and perhaps sizes of inputs."""
+    def _decided(self, expression: Any, question: Callable[[Any], Any], frame: FrameType) -> bool | None:
+        """Returns what PyTorch's run answers, and assumes it; None if it has not read a number.
+
+        Args:
+            expression: Of numbers and sizes.
+            question: What is asked of its value, a number or a tensor.
+            frame: Where.
+        """
+        self._leave()
+        numbers = {symbol: self._numbers[symbol] for symbol in expression.free_symbols & self._numbers.keys()}
+        if any(number is None for _, number in numbers.values()):
+            return None
+        sizes = {symbol: self._sizes[symbol] for symbol in expression.free_symbols & self._sizes.keys()}
+        known = {symbol: size.node.hint for symbol, size in sizes.items()}
+        values = {**known, **{symbol: number for symbol, (_, number) in numbers.items()}}
+        answer = bool(question(_computed(expression, values)))
+        # As item() does, which returns a number of Python.
+        tensors = {s: t.double() if t.is_floating_point() else t.long() for s, (t, _) in numbers.items()}
+        # Kernels take sizes only as sizes.
+        counts = {symbol: torch.ones(size, dtype=torch.int64).sum() for symbol, size in sizes.items()}
+        self._assume(question(_computed(expression, {**counts, **tensors})), answer, frame)
+        return answer
+
+    def _depends_on_numbers(self, value: torch.SymBool | torch.SymFloat) -> bool:
+        """Returns whether a condition or number is of numbers that were taken from tensors, and perhaps sizes."""
         symbols = value.node.expr.free_symbols
         return bool(symbols & self._numbers.keys()) and symbols <= self._numbers.keys() | self._sizes.keys()
 

@@ -61,8 +61,9 @@ def explain(error: Exception, exporter: str, model: str) -> str:
         )
     elif what is not None:
         hint = (
-            "For an 'if', compute both branches and choose with torch.where; for a number taken from a tensor "
-            "(float(x), x.item()), keep the tensor; for a size (x[mask], nonzero), multiply by the mask instead; or "
+            "For an 'if', compare the tensor or x.item(), not float(x), int(x) or x.tolist(), or compute both branches "
+            "and choose with torch.where; for a number taken from a tensor (float(x), x.item()), keep the tensor; for "
+            "a size (x[mask], nonzero), multiply by the mask instead; or "
             f"compute it {_BEFORE_THE_STEP}"
         )
     elif ".numpy()" in str(error):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -63,6 +64,20 @@ def repairs(h: torch.Tensor) -> torch.Tensor:
     return h
 
 
+def repairs_by_number(h: torch.Tensor) -> torch.Tensor:
+    total = ((h * 1e37) - (h * 1e37)).sum().item()
+    if total != total:
+        h = h.clamp(-1, 1)
+    return h if total == total else h + 1
+
+
+def repairs_by_functions(h: torch.Tensor) -> torch.Tensor:
+    largest = (h * 1e37).abs().max().item()
+    if not math.isfinite(largest) and math.isinf(largest) and not math.isnan(largest):
+        h = h.clamp(-1, 1)
+    return h
+
+
 def chooses(h: torch.Tensor) -> torch.Tensor:
     return h * 2 if h.abs().max() > 50 else h * 3
 
@@ -104,7 +119,7 @@ def with_custom_backward(h: torch.Tensor) -> torch.Tensor:
 REFUSED = (raises, raises_by_number, asserts, checks, validates)
 TAKEN = (
     *(catches, repairs, chooses, chooses_one_of_two, repeats, chooses_in_nested_contexts),
-    with_custom_backward,
+    *(with_custom_backward, repairs_by_number, repairs_by_functions),
 )
 
 
@@ -156,7 +171,7 @@ def trainer_of(model: nn.Module, kernels: str = "pytorch", **options: Any) -> OR
     ("function", "kernels"),
     [
         *((function, "pytorch") for function in (*REFUSED, *TAKEN)),
-        *((function, "onnxruntime") for function in (raises_by_number, validates, chooses, with_custom_backward)),
+        *((function, "onnxruntime") for function in (raises_by_number, validates, *TAKEN[2:3], *TAKEN[-3:])),
     ],
 )
 def test_each_batch_takes_its_own_branch(function: Callable[[torch.Tensor], torch.Tensor], kernels: str) -> None:
@@ -311,18 +326,18 @@ class Sized(nn.Module):
         return chosen.sum() if chosen.shape[0] > 3 else h.sum()
 
 
-class Converted(Sized):
-    """Decides by a number of Python."""
+@pytest.mark.parametrize("decides", [lambda h: float(h) > 0, lambda h: int(h) > 0, lambda h: h.tolist() > 0])
+def test_decisions_by_converted_numbers_are_refused_with_their_line(decides: Callable[[torch.Tensor], bool]) -> None:
+    model = Net(lambda h: h if decides(h.sum()) else -h)
+    with pytest.raises(
+        ExportError, match=r"(?s)depends on the values .*test_branches.*compare the tensor or x.item\(\)"
+    ):
+        trainer_of(model).train_step(*batches(1)[0])
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = self.linear(x)
-        return h.sum() if float(h.sum()) > 0 else -h.sum()
 
-
-@pytest.mark.parametrize("model", [Sized(), Converted()])
-def test_other_decisions_by_values_are_refused(model: nn.Module) -> None:
+def test_other_decisions_by_values_are_refused() -> None:
     with pytest.raises(ExportError, match="depends on the values of tensors"):
-        ORTTrainer(model, "auto", optim.SGDConfig()).train_step(torch.randn(4, 8))
+        ORTTrainer(Sized(), "auto", optim.SGDConfig()).train_step(torch.randn(4, 8))
 
 
 def test_a_capture_without_answers_asks_for_them() -> None:
