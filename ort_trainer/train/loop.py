@@ -268,8 +268,10 @@ class TrainingLoop:
         if plan.indices and self._checks_indices:
             check_indices(plan.indices, batch.array, lambda: plan.sizes, batch.extremes)
         if self._padding is not None and training and backward:
-            assert self._executor is not None
-            if self._padding.passes(self._executor, plan, batch):
+            executor, padding = self._executor, self._padding
+            assert executor is not None
+            plan, passes = self._on_its_branch(lambda plan: padding.passes(executor, plan, batch), plan, batch)
+            if passes:
                 self._padding = None
         return plan, batch
 

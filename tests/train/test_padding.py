@@ -62,6 +62,14 @@ class Bag(nn.Module):
         return logits
 
 
+class Choosing(Bag):
+    """Does something else if a batch has padding."""
+
+    def forward(self, tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        logits = super().forward(tokens, mask)
+        return logits * 2 if mask.min() > 0 else logits * 3
+
+
 def loss_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits.view(-1, CLASSES), labels.view(-1))
 
@@ -127,6 +135,10 @@ def train_both(model: nn.Module, batches: list[tuple[torch.Tensor, ...]], kernel
         found, _ = ours.train_step(*given)
         assert_close(found, loss.detach(), 1e-4, "loss")
     assert_same_weights(ours, expected, 1e-4)
+
+
+def test_the_first_batch_with_padding_may_take_another_branch() -> None:
+    train_both(Choosing(), [batch(3, 5, padded=False), batch(4, 7), batch(3, 5, padded=False), batch(2, 5)], "pytorch")
 
 
 def test_padded_places_are_not_computed() -> None:
