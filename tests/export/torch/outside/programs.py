@@ -94,7 +94,7 @@ READ: dict[str, tuple[str, str, str, str]] = {
         "",
         "self.v = [torch.full((1,), float({a}))]",
         "self.v[0]",
-        "model.v[0] = torch.tensor([{b}])",
+        "model.v[0] = torch.full((1,), float({b}))",
     ),
     "tensor that comes later": (
         "",
