@@ -90,7 +90,7 @@ class CarriedState:
 
     def put(self) -> bool:
         """Puts what waits into the places that are known by now; returns whether there was anything."""
-        places, device = self._read | self._carried, next(self._root.model.parameters()).device
+        places, device = self._read | self._carried, next(self._root.model.parameters(), torch.zeros(())).device
         ready = {name: entry for name, entry in self._waiting.items() if name in places}
         for name, (code, tensors) in ready.items():
             now, value = read(self._root, places[name]), decode(code, [t.to(device) for t in tensors], self._root)
