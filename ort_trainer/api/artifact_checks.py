@@ -56,7 +56,7 @@ def _check_step(model: Step) -> None:
     _texts([*model.sums.values(), *model.gradients.values()], "gradients")
     _texts(_items(model.buffer_updates, "buffer_updates").values(), "buffer_updates")
     for random in _sequence(model.random, "random"):
-        _tensor(random, "random", (random.name, random.kind))
+        _tensor(random, "random", (random.name, random.kind, random.probability))
         _require(_symbols(random.shape) <= named, f"random: the shape of {random.name!r}")
         _require(all(_is_number(value) for value in _sequence(random.parameters, "random")), "random")
     for guard in _sequence(model.guards, "guards"):

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
-from ..step import RandomInput
 from .ort import CPU, Device, OrtValue, engine
-from .runner import Output
+from .runner import Output, Wanted
 
 __all__ = ["NumPyMemory", "OrtValueMemory", "StateTensor"]
 
 Array = np.ndarray[Any, Any]
-Wanted = Sequence[tuple[RandomInput, tuple[int, ...]]]
 
 
 class Generator(Protocol):

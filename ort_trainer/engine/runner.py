@@ -25,14 +25,18 @@ __all__ = [
     "Output",
     "Plan",
     "SessionRunner",
+    "Wanted",
     "check_branches",
     "evaluated",
+    "with_probabilities",
 ]
 
 Check = Callable[[Step, Mapping[str, Any], Mapping[str, Any]], None]
 """Receives the step of a run, the fetched outputs by name, and the others; raises to discard the run."""
 
 
+Wanted = Sequence[tuple[RandomInput, tuple[int, ...]]]
+"""Random inputs with their shapes."""
 Kind = tuple[Sequence[int] | None, Any]
 """The shape of a tensor, None if only ONNX Runtime can determine it, and its dtype."""
 
@@ -71,7 +75,7 @@ class Memory(Protocol):
     def received(self, value: OrtValue) -> Any:
         """Returns a tensor that ONNX Runtime has allocated."""
 
-    def draw(self, wanted: Sequence[tuple[RandomInput, tuple[int, ...]]], generator: Any) -> list[Any]:
+    def draw(self, wanted: Wanted, generator: Any) -> list[Any]:
         """Returns new random numbers."""
 
 
@@ -107,7 +111,7 @@ class Plan:
 
     runner: GraphRunner
     outputs: tuple[Output, ...]
-    random: tuple[tuple[RandomInput, tuple[int, ...]], ...]
+    random: Wanted
     indices: tuple[tuple[IndexRange, int], ...]
     sizes: Mapping[str, int]
     bindings: dict[Any, Binding] = field(default_factory=dict)
@@ -262,7 +266,7 @@ class SessionRunner(GraphRunner):
         alive = [memory.bind_input(binding, name, value) for name, value in batch.items()]
         if self.step.loss_scale is not None and loss_scale is not None and loss_scale is not known.loss_scale:
             known.loss_scale = memory.bind_input(binding, self.step.loss_scale.name, loss_scale)
-        drawn = self._draw(plan.random, generator) if plan.random else []
+        drawn = self._draw(with_probabilities(plan.random, self._state), generator) if plan.random else []
         for (spec, _), value in zip(plan.random, drawn, strict=True):
             alive.append(memory.bind_input(binding, spec.name, value))
         results = {output.name: memory.bind_new(binding, output) for output in plan.outputs}
@@ -330,6 +334,24 @@ def check_branches(step: Step, results: dict[str, Any]) -> None:
                 f"this batch takes another branch of the model than the one in its graph: the condition is {not value} "
                 f"and the graph assumes {value}, as in the batch that it was exported for. Nothing has changed. {line}"
             )
+
+
+def with_probabilities(wanted: Wanted, state: Mapping[str, Any]) -> Wanted:
+    """Returns random inputs with the probabilities of a run in their parameters.
+
+    Args:
+        wanted: The random inputs with their shapes.
+        state: Graph input -> its value, for those that are probabilities.
+    """
+    return [
+        (_with_probability(spec, float(state[spec.probability])) if spec.probability else spec, shape)
+        for spec, shape in wanted
+    ]
+
+
+def _with_probability(spec: RandomInput, kept: float) -> RandomInput:
+    rest = (1.0 / kept,) if spec.kind == "bernoulli" else spec.parameters[1:]
+    return spec._replace(parameters=(kept, *rest))
 
 
 def evaluated(shape: Sequence[Dim] | None, sizes: Mapping[str, int]) -> tuple[int, ...] | None:

@@ -209,7 +209,9 @@ class CallGraphs:
         found, call = known
         if found.notes.tensors or found.notes.scalars:
             self._outside.update(self._reads.carried())
-        values = [tensors[name] for tensors, name in found.state]
+        # Numbers as copies: the backward pass of a call may come after calls with other numbers.
+        scalars = found.notes.scalars
+        values = [tensors[name].clone() if name in scalars else tensors[name] for tensors, name in found.state]
         if found.changes_inputs:
             refuse_shared_memory(leaves, values)
         values += leaves.values()

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..engine.programs.runner import ProgramRunner, Progress
-from ..engine.runner import GraphRunner, Kind, check_branches, evaluated
+from ..engine.runner import GraphRunner, Kind, check_branches, evaluated, with_probabilities
 from ..engine.torch_memory import TorchMemory, shaped
 from ..step import SIZES, Step
 
@@ -204,6 +204,8 @@ class Call:
         sizes = passes.step.sizes(shapes)
         self.sizes = shaped(sizes.values())
         self._random = [(spec, evaluated(spec.shape, sizes) or ()) for spec in passes.step.random]
+        places = {name: place for place, name in enumerate(passes.runner.inputs)}
+        self._probabilities = {s.probability: places[s.probability] for s in passes.step.random if s.probability}
         specs = (*passes.step.outputs, *passes.step.saved)
         self._results: list[Kind] = [(evaluated(spec.shape, sizes), getattr(torch, spec.dtype)) for spec in specs]
         self.trained: Kinds = ()
@@ -217,7 +219,8 @@ class Call:
                 discard them.
         """
         if self._random:
-            values += self.passes.memory.draw(self._random, None)
+            probabilities = {name: values[place] for name, place in self._probabilities.items()}
+            values += self.passes.memory.draw(with_probabilities(self._random, probabilities), None)
         trained = [values[place] for place in self.passes.trained]
         if not trained:
             return self.forward(values)[0]

@@ -85,6 +85,8 @@ class RandomInput(NamedTuple):
             (low, high) for ``integers``, (rate,) for ``exponential``; empty otherwise.
         order: The dimensions in memory order, largest stride first; empty for a contiguous tensor. PyTorch fills a
             transposed tensor in a different order than a contiguous one.
+        probability: Graph input that is p in each run, in place of the p and the factor 1 / p in ``parameters``; empty
+            if p is fixed.
     """
 
     name: str
@@ -93,6 +95,7 @@ class RandomInput(NamedTuple):
     shape: tuple[Dim, ...]
     parameters: tuple[float, ...] = ()
     order: tuple[int, ...] = ()
+    probability: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -273,7 +276,8 @@ class Step:
         """
         from .prune import prune
 
-        model = prune(self.model, [*names, *self.buffer_updates.values()])
+        probabilities = [spec.probability for spec in self.random]  # which the graph itself need not read
+        model = prune(self.model, [*names, *self.buffer_updates.values()], probabilities)
         inputs = {value.name for value in model.graph.inputs} | set(self.state.values())
         # A condition on an input that the outputs do not need, such as a label, is not theirs.
         assumptions = {
@@ -282,7 +286,7 @@ class Step:
             if {value.name for value in prune(self.model, [name]).graph.inputs} <= inputs
         }
         if assumptions:
-            model = prune(self.model, [*names, *self.buffer_updates.values(), *assumptions])
+            model = prune(self.model, [*names, *self.buffer_updates.values(), *assumptions], probabilities)
         kept = {spec.name: spec for spec in self.outputs}
         left = {value.name for value in model.graph.inputs}
         return replace(
@@ -353,7 +357,7 @@ _OF_CALLS = ("forward", "backward")
 _MODEL_METADATA, _KEY, _VALUE = 14, 1, 2
 # What is not in the metadata, and what is left out of them where it is empty, as artifacts have always done.
 _APART = ("stored", "kept", "sums", "model")
-_MAY_LACK = frozenset({"micro_batches", "loss_scale", "programs", "origins", "order"}) | frozenset(
+_MAY_LACK = frozenset({"micro_batches", "loss_scale", "programs", "origins", "order", "probability"}) | frozenset(
     {"left", "input_updates", "saved", "tangents", "input_gradients", "depends", "assumptions"}
 )
 

@@ -389,7 +389,7 @@ class StepGraphs:
                 f"the model fixes dimensions ({fixed}) and has been exported for {len(graphs)} sizes already; "
                 f"{sizes} would be one more. Pad the inputs to fewer different sizes"
                 if fixed
-                else "modes and settings of the model (a dropout's p, a float attribute), inputs that are not tensors "
+                else "modes and settings of the model (a norm's momentum, a size), inputs that are not tensors "
                 f"(numbers, bools) or branches on values have changed so often that it has been exported {len(graphs)} "
                 "times already. Pass values that change often as tensor inputs or in trainer.loss_parameters"
             )

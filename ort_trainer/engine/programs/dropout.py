@@ -23,7 +23,7 @@ __all__ = ["apply_mask", "draw_mask", "draw_unpacked", "unpack_mask", "unpacked"
 _SHIFTS = torch.tensor([[31], [23], [15], [7]], dtype=torch.int32)
 
 
-def draw_mask(key: torch.Tensor, count: int, number: int, kept: float) -> torch.Tensor:
+def draw_mask(key: torch.Tensor, count: int, number: int, kept: float | torch.Tensor) -> torch.Tensor:
     """Returns a packed mask: int32, one word per four elements, with a byte for each that is 1 if it is kept.
 
     Args:
@@ -32,13 +32,13 @@ def draw_mask(key: torch.Tensor, count: int, number: int, kept: float) -> torch.
         number: Number of the dropout in the model.
         kept: Probability that an element is kept.
     """
-    drawn = torch.from_numpy(masks.draw_mask(int(key), count, number, kept))
+    drawn = torch.from_numpy(masks.draw_mask(int(key), count, number, float(kept)))
     return drawn if count else torch.zeros(0, dtype=torch.int32)  # PyTorch can't view an empty NumPy array
 
 
-def draw_unpacked(key: torch.Tensor, count: int, number: int, kept: float) -> torch.Tensor:
+def draw_unpacked(key: torch.Tensor, count: int, number: int, kept: float | torch.Tensor) -> torch.Tensor:
     """Returns the mask that :func:`draw_mask` packs, with one byte per element: bool [count]."""
-    drawn = torch.from_numpy(masks.draw_unpacked(int(key), count, number, kept))
+    drawn = torch.from_numpy(masks.draw_unpacked(int(key), count, number, float(kept)))
     return drawn if count else torch.zeros(0, dtype=torch.bool)
 
 

@@ -25,23 +25,30 @@ def _define(signature: str, function: Callable[..., Any], fake: Callable[..., An
     name = signature.partition("(")[0]
     _library.impl(name, function, "CPU")
     _library.impl(name, fake, "Meta")
-    OWN[f"{LIBRARY}.{name}.default"] = function
+    OWN[f"{LIBRARY}.{name if '.' in name else f'{name}.default'}"] = function
 
 
-_define(
-    "draw_mask(Tensor key, SymInt count, int number, float kept) -> Tensor",
-    dropout.draw_mask,
-    lambda key, count, number, kept: key.new_empty(words_for(count), dtype=torch.int32),
-)
-_define(
-    "draw_unpacked(Tensor key, SymInt count, int number, float kept) -> Tensor",
-    dropout.draw_unpacked,
-    lambda key, count, number, kept: key.new_empty(count, dtype=torch.bool),
-)
+# The overloads ``rate`` take the probability of being kept as a tensor, from which the factor follows.
+for _overload, _kept in (("", "float"), (".rate", "Tensor")):
+    _define(
+        f"draw_mask{_overload}(Tensor key, SymInt count, int number, {_kept} kept) -> Tensor",
+        dropout.draw_mask,
+        lambda key, count, number, kept: key.new_empty(words_for(count), dtype=torch.int32),
+    )
+    _define(
+        f"draw_unpacked{_overload}(Tensor key, SymInt count, int number, {_kept} kept) -> Tensor",
+        dropout.draw_unpacked,
+        lambda key, count, number, kept: key.new_empty(count, dtype=torch.bool),
+    )
 _define(
     "apply_mask(Tensor value, Tensor mask, float factor) -> Tensor",
     dropout.apply_mask,
     lambda value, mask, factor: torch.empty_like(value, memory_format=torch.contiguous_format),
+)
+_define(
+    "apply_mask.rate(Tensor value, Tensor mask, Tensor kept) -> Tensor",
+    lambda value, mask, kept: dropout.apply_mask(value, mask, 1.0 / float(kept)),
+    lambda value, mask, kept: torch.empty_like(value, memory_format=torch.contiguous_format),
 )
 _define(
     "unpack_mask(Tensor mask, Tensor like) -> Tensor",
@@ -52,6 +59,11 @@ _define(
     "noise(Tensor mask, float factor, ScalarType dtype, bool backward) -> Tensor",
     lambda mask, factor, dtype, backward: mask.to(dtype) * factor,
     lambda mask, factor, dtype, backward: torch.empty_like(mask, dtype=dtype),
+)
+_define(
+    "noise.rate(Tensor mask, Tensor kept, ScalarType dtype, bool backward) -> Tensor",
+    lambda mask, kept, dtype, backward: mask.to(dtype) * (1.0 / float(kept)),
+    lambda mask, kept, dtype, backward: torch.empty_like(mask, dtype=dtype),
 )
 _define(
     "linear(Tensor value, Tensor weight, Tensor? bias) -> Tensor",

@@ -12,7 +12,7 @@ import torch
 
 from ...step import Step
 from ..memory import keep_freed_memory
-from ..runner import GraphRunner, Kind, Memory, Plan
+from ..runner import GraphRunner, Kind, Memory, Plan, with_probabilities
 from .compiler import compiled
 from .nodes import read_nodes
 
@@ -112,7 +112,7 @@ class ProgramRunner(GraphRunner):
             value = batch[spec.name]
             values.append(value.float() if value.dtype is torch.bfloat16 else value)
         if plan.random:
-            values += self._draw(plan.random, generator)
+            values += self._draw(with_probabilities(plan.random, self._state), generator)
         if loss_scale is not None:
             values.append(loss_scale)
         with _as_captured(self._deterministic):

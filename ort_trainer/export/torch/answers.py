@@ -27,6 +27,7 @@ def answers_of(step: ExportedStep, batch: Mapping[str, torch.Tensor], training: 
         Exception: What the model raises for this batch.
     """
     module = step.module()
+    module.recorder.numbers.clear()  # stand-ins are for captures
     sample = [batch[entry.name].clone() for entry in step.description.inputs]
     trainable = {f"model.{name}" for name in step.trainable} if training else set()
     found: dict[Line, list[Number]] = {}

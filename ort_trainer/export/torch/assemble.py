@@ -59,8 +59,11 @@ def assemble(
         for node, name in of_left
     )
     random = {node: spec._replace(name=names.unique(spec.name)) for node, spec in random.items()}
-    state = {node: name for node, name in found.state.items() if node.users}
+    probabilities = {spec.probability for spec in random.values()}  # read by who draws, if not by the graph
+    state = {node: name for node, name in found.state.items() if node.users or node.name in probabilities}
     state_names = {name: names.unique(name) for name in state.values()}
+    named = {node.name: state_names[name] for node, name in state.items()}
+    random = {node: spec._replace(probability=named.get(spec.probability, "")) for node, spec in random.items()}
     # A gradient without elements changes nothing, and has no memory to bind.
     gradients = {name: node for name, node in found.gradients.items() if node.meta["val"].numel()}
     gradient_names = {name: names.unique(f"{name}.grad") for name in gradients}

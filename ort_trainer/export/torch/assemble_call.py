@@ -57,8 +57,12 @@ class CallAssembler:
         self._batch = {node.name: call.description.inputs[index].name for node, index in found.batch.items()}
         self._inputs = random
         self._names = names = Names([SIZES, *self._described])
-        self._random = {node.name: spec._replace(name=names.unique(spec.name)) for node, spec in random.items()}
+        names_of_random = {node.name: names.unique(spec.name) for node, spec in random.items()}
         self._state = {node.name: names.unique(name) for node, name in found.state.items()}
+        self._random = {
+            node.name: spec._replace(name=names_of_random[node.name], probability=self._state.get(spec.probability, ""))
+            for node, spec in random.items()
+        }
         # What both passes may take.
         self._given = {**self._state, **self._batch, **{node: spec.name for node, spec in self._random.items()}}
         self._outputs = [names.unique(f"output_{index}") for index in range(len(found.outputs))]

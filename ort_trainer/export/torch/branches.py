@@ -42,7 +42,10 @@ _OF_NUMBERS: dict[tuple[Any, str], Callable[[Any], Any]] = {
 
 
 class ValuesAsked(Exception):
-    """A capture has met a condition on values, and has no answers: the model must run once in PyTorch."""
+    """A capture without answers has met a condition on values, or a number that the model refuses.
+
+    The model must run once in PyTorch.
+    """
 
 
 @dataclasses.dataclass(frozen=True)

@@ -197,6 +197,7 @@ class GraphBuilder:
     def reference(self, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Returns PyTorch's own results in evaluation mode, with the model's own weights."""
         module = StepModule(self.step)
+        module.recorder.numbers.clear()  # stand-ins are for captures
         sample = [batch[entry.name] for entry in self.step.description.inputs]
         autocast = self.step.autocast_for(sample)
         with BORROWED, borrowed(module, (), training=False), torch.no_grad(), autocast:

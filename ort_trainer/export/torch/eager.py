@@ -73,6 +73,7 @@ def run_eagerly(
         shake: A seed, to change weights and inputs by one rounding; None not to.
     """
     module, device = StepModule(step), _device(tensors, batch)
+    module.recorder.numbers.clear()  # stand-ins are for captures
     sample = [batch[entry.name].detach().clone() for entry in step.description.inputs]
     rounding = step.autocast or coarsest([*step.model.parameters(), *step.model.buffers(), *sample])
     epsilon = torch.finfo(rounding).eps

@@ -27,6 +27,7 @@ from ...core.errors import ExportError
 from ...step import Step
 from ..cache import Export, ExportCache, violated
 from .borrow import borrowed, quiet
+from .branches import ValuesAsked
 from .call import ExportedCall
 from .capture import Capture, capture
 from .explain import forward_line, may_be_sizes
@@ -65,7 +66,8 @@ def export(
 
     Raises:
         ExportError: If the model can't be exported or its outputs don't match the description.
-        ValuesAsked: If the model has branches on values, and the step has no answers.
+        ValuesAsked: If the model has branches on values or refuses a number that has changed, and the step has no
+            answers.
     """
     attempt = functools.partial(_Exporter, step, batch, training, cache, stage)
     with quiet(), remembered_sizes():
@@ -246,6 +248,8 @@ class _Exporter:
         except ExportError as error:
             if not recorder.numbers:
                 raise
+            if isinstance(error.__cause__, ValueError) and self._step.answers is None:
+                raise ValuesAsked from None  # of a number that PyTorch may refuse, too, which a run of the model tells
             _log.debug("with objects in place of numbers that change: %s", error)
             recorder.numbers.clear()
             return attempt()

@@ -220,7 +220,7 @@ class TorchSource(ModelSource):
             fast_random=self._options.utils.random_numbers == "fast",
             padding_mask="" if portable else self._padding_mask(description),
             carries=not portable,
-            numbers=frozenset(self._guard.numbers),
+            numbers=frozenset() if portable else frozenset(self._guard.numbers),
             tables=self._guard.tables,
         )
         return GraphBuilder(

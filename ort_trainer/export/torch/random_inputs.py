@@ -54,7 +54,7 @@ class Lifter:
 
     Attributes:
         graph: The graph.
-        inputs: The new placeholders, and what to sample for each.
+        inputs: The new placeholders, and what to sample for each. A probability has the name of its node.
         origin: Metadata of the operator that is replaced.
     """
 
@@ -68,9 +68,14 @@ class Lifter:
         self.origin: dict[str, Any] = {}
 
     def draw(
-        self, node: torch.fx.Node, like: torch.Tensor, kind: str, parameters: tuple[float, ...] = ()
+        self,
+        node: torch.fx.Node,
+        like: torch.Tensor,
+        kind: str,
+        parameters: tuple[float, ...] = (),
+        probability: torch.fx.Node | None = None,
     ) -> torch.fx.Node:
-        """Returns a new placeholder of the shape and dtype of ``like``."""
+        """Returns a new placeholder of the shape and dtype of ``like``; ``probability`` is the one of p, if any."""
         shape = self._symbols.shape(like)
         if shape is None:
             raise ExportError(
@@ -78,7 +83,10 @@ class Lifter:
                 f"the values of the batch: {source_line(node)}"
             )
         order = () if kind == "mask" else order_when_empty(like)
-        return self._input(kind, like.detach(), shape, parameters, order)
+        placeholder = self._input(kind, like.detach(), shape, parameters, order)
+        if probability is not None:
+            self.inputs[placeholder] = self.inputs[placeholder]._replace(probability=probability.name)
+        return placeholder
 
     def key(self) -> torch.fx.Node:
         """Returns the placeholder of the integer key from which the graph samples masks."""

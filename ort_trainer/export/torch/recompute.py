@@ -39,7 +39,7 @@ from .symbols import size_in_bytes
 
 __all__ = ["apply_recompute", "asks_for_recomputation", "values_to_recompute"]
 
-aten = torch.ops.aten
+aten, own = torch.ops.aten, torch.ops.ort_trainer
 Node = torch.fx.Node
 
 # These pass elements on unchanged; they occur between a softmax, its dropout and the product with the values.
@@ -61,8 +61,8 @@ _PASSED = frozenset(
 _GELU = ("aten.gelu.default", "aten.gelu_backward.default")
 _SOFTMAX = (aten._softmax.default, aten._safe_softmax.default, aten._log_softmax.default)
 # Masks and noises, of 1 byte or as they are: kept, as drawing them again takes long.
-_DRAWN = (torch.ops.ort_trainer.noise.default, torch.ops.ort_trainer.draw_mask.default)
-_DROPOUTS = (aten.mul.Tensor, torch.ops.ort_trainer.apply_mask.default)
+_DRAWN = (own.noise.default, own.noise.rate, own.draw_mask.default, own.draw_mask.rate)
+_DROPOUTS = (aten.mul.Tensor, own.apply_mask.default, own.apply_mask.rate)
 _NORMS = frozenset({aten.native_layer_norm.default, aten.rsqrt.default})
 
 
@@ -336,7 +336,7 @@ def _attention_dropouts(graph: _JointGraph, random: Mapping[Node, RandomInput]) 
     found: dict[Node, Node] = {}
     for node in graph.candidates:
         if node.target in _DROPOUTS and node in graph.forward:
-            given = [source for source in node.all_input_nodes if source not in masks]
+            given = [source for source in node.all_input_nodes if source not in graph.free]
             if len(given) == 1 and masks & {*node.all_input_nodes} and _is_softmax(given[0]):
                 found[node] = node
         elif node.target in _PASSED and node.all_input_nodes[0] in found:

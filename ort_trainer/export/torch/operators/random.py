@@ -10,19 +10,39 @@ import onnx_ir as ir
 import torch
 
 from ....core.errors import ExportError
-from ....engine.programs import operators  # noqa: F401 - which defines the package's own
+from ....engine.programs.operators import LIBRARY
 from ..explain import source_line
 from ..random_inputs import Lifter
 from .dtypes import number
 from .registry import Value, keep, op, random_operator, replacement, translation
 
-aten = torch.ops.aten
+aten, own = torch.ops.aten, torch.ops.ort_trainer
 
 # By default a distribution reads the values of its parameters to validate them.
 replacement(torch.distributions.Distribution, "_validate_args")(False)
 
-# Replaced together with its dropout.
-keep(aten.native_dropout_backward.default)
+# Dropout whose rate is an input of the graph. ``fast`` allows masks that are not PyTorch's.
+_library: Any = torch.library.Library(LIBRARY, "FRAGMENT")  # type: ignore[no-untyped-call]
+_library.define(
+    "dropout(Tensor value, Tensor kept, bool fast) -> (Tensor, Tensor)", tags=(torch.Tag.nondeterministic_seeded,)
+)
+_library.define("dropout_backward(Tensor gradient, Tensor mask, Tensor kept) -> Tensor")
+_library.impl("dropout", lambda value, *_: (torch.empty_like(value), torch.empty_like(value, dtype=torch.bool)), "Meta")
+_library.impl("dropout_backward", lambda gradient, *_: torch.empty_like(gradient), "Meta")
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    ctx.save_for_backward(output[1], inputs[1])
+
+
+def _dropout_backward(ctx: Any, gradient: torch.Tensor, _: Any) -> tuple[Any, ...]:
+    return own.dropout_backward(gradient, *ctx.saved_tensors), None, None
+
+
+torch.library.register_autograd(f"{LIBRARY}::dropout", _dropout_backward, setup_context=_save, lib=_library)
+# Replaced together with their dropout.
+_BACKWARD = (aten.native_dropout_backward.default, own.dropout_backward.default)
+keep(*_BACKWARD)
 
 
 @random_operator(aten.native_dropout.default)
@@ -30,23 +50,32 @@ def _dropout(lifter: Lifter, node: torch.fx.Node) -> None:
     """Replaces ``native_dropout`` with a product with noise, 0 or 1 / (1 - p): what PyTorch computes on the CPU."""
     value, probability, *train = cast("tuple[Any, ...]", node.args)
     active = probability and (train[0] is not False if train else True)
-    gets = {user.args[1]: user for user in node.users}
     with lifter.graph.inserting_before(node):
-        noise = _noise(lifter, node, value, 1.0 - probability) if active else None
-        if 0 in gets:
-            gets[0].replace_all_uses_with(value if noise is None else noise.apply(value, False))
-        if 1 not in gets:
-            return
-        for user in list(gets[1].users):
-            if user.target is aten.native_dropout_backward.default and noise is not None:
-                with lifter.graph.inserting_before(user):
-                    user.replace_all_uses_with(noise.apply(user.args[0], True))
-        if gets[1].users:
-            if noise is not None:
-                mask_node = noise.mask()
-            else:
-                mask_node = lifter.call(aten.ones_like.default, value, dtype=torch.bool)
-            gets[1].replace_all_uses_with(mask_node)
+        _replace_dropout(lifter, node, _noise(lifter, node, value, 1.0 - probability) if active else None)
+
+
+@random_operator(own.dropout.default)
+def _dropout_of_rate(lifter: Lifter, node: torch.fx.Node) -> None:
+    """Does the same with a probability that is an input."""
+    value, kept, fast = cast("tuple[Any, ...]", node.args)
+    with lifter.graph.inserting_before(node):
+        _replace_dropout(lifter, node, _noise(lifter, node, value, kept, fast))
+
+
+def _replace_dropout(lifter: Lifter, node: torch.fx.Node, noise: _Noise | None) -> None:
+    """Replaces the results of a dropout, and its backward operators; without noise, it passes its input on."""
+    value, gets = cast("torch.fx.Node", node.args[0]), {user.args[1]: user for user in node.users}
+    if 0 in gets:
+        gets[0].replace_all_uses_with(value if noise is None else noise.apply(value, False))
+    if 1 not in gets:
+        return
+    for user in list(gets[1].users):
+        if user.target in _BACKWARD and noise is not None:
+            with lifter.graph.inserting_before(user):
+                user.replace_all_uses_with(noise.apply(user.args[0], True))
+    if gets[1].users:
+        mask = lifter.call(aten.ones_like.default, value, dtype=torch.bool) if noise is None else noise.mask()
+        gets[1].replace_all_uses_with(mask)
 
 
 @dataclass(frozen=True)
@@ -57,43 +86,61 @@ class _Noise:
     mask: Callable[[], torch.fx.Node]
 
 
-def _noise(lifter: Lifter, node: torch.fx.Node, value: torch.fx.Node, kept: float) -> _Noise:
+def _noise(lifter: Lifter, node: torch.fx.Node, value: torch.fx.Node, kept: Any, fast: bool = True) -> _Noise:
+    """Draws noise; ``kept`` is a number, or the placeholder of one."""
     fake, call = value.meta["val"], lifter.call
-    factor = 1.0 / kept if kept > 0 else 0.0
-    number, lifter.masks = lifter.masks, lifter.masks + 1
-    if not lifter.draws.fast:
-        noise = lifter.draw(node, fake, "bernoulli", (kept, factor))
+    if kept == 0:  # PyTorch draws nothing
+        return _Noise(
+            lambda x, _: call(aten.mul.Tensor, x, 0.0), lambda: call(aten.zeros_like.default, value, dtype=torch.bool)
+        )
+    rate = kept if isinstance(kept, torch.fx.Node) else None
+    overload, p = ("default", kept) if rate is None else ("rate", 0.0)
+    factor: Any = 1.0 / kept if rate is None else rate  # the overloads compute it
+    if not (lifter.draws.fast and fast):
+        noise = lifter.draw(node, fake, "bernoulli", (p, 1.0 if rate else factor), rate)
         return _Noise(lambda x, _: call(aten.mul.Tensor, x, noise), lambda: call(aten.ne.Scalar, noise, 0))
-    own = torch.ops.ort_trainer
+    number, lifter.masks = lifter.masks, lifter.masks + 1
     if lifter.draws.within:
         count = call(aten.sym_numel.default, value)
-        packed = call(own.draw_mask.default, lifter.key(), count, number, kept)
+        packed = call(getattr(own.draw_mask, overload), lifter.key(), count, number, kept)
         return _Noise(
-            lambda x, _: call(own.apply_mask.default, x, packed, factor),
+            lambda x, _: call(getattr(own.apply_mask, overload), x, packed, factor),
             lambda: call(own.unpack_mask.default, packed, value),
         )
-    mask = lifter.draw(node, torch.empty_like(fake, dtype=torch.uint8), "mask", (kept, float(number)))
+    mask = lifter.draw(node, torch.empty_like(fake, dtype=torch.uint8), "mask", (p, float(number)), rate)
     return _Noise(
         lambda x, backward: call(
-            aten.mul.Tensor, x, call(own.noise.default, mask, factor, x.meta["val"].dtype, backward)
+            aten.mul.Tensor, x, call(getattr(own.noise, overload), mask, factor, x.meta["val"].dtype, backward)
         ),
         lambda: call(aten.ne.Scalar, mask, 0),
     )
 
 
-@translation(torch.ops.ort_trainer.noise.default)
-def _translate_noise(mask: Value, factor: float, dtype: int, backward: bool) -> Value:
+@translation(own.noise.default, own.noise.rate)
+def _translate_noise(mask: Value, factor: float | Value, dtype: int, backward: bool) -> Value:
     """Turns one byte per element into 0 or the factor, in one pass over the memory.
 
     The backward pass repeats this with an explicit zero point of 0. Without that difference, it would be merged with
-    the forward pass's noise, which would be kept until then at four bytes per element.
+    the forward pass's noise, which would be kept until then at four bytes per element. In place of the factor, ``rate``
+    has the probability of being kept.
     """
-    scale = op.Constant(value_float=factor)
+    if isinstance(factor, float):
+        scale = op.Constant(value_float=factor)
+    else:
+        scale = op.Cast(op.Reciprocal(factor), to=ir.DataType.FLOAT)
     if backward:
         noise = op.DequantizeLinear(mask, scale, op.Cast(op.Constant(value_int=0), to=ir.DataType.UINT8))
     else:
         noise = op.DequantizeLinear(mask, scale)
     return noise if dtype == ir.DataType.FLOAT else op.Cast(noise, to=dtype)
+
+
+@translation(own.dropout.default)
+def _translate_dropout(value: Value, kept: Value, fast: bool) -> tuple[Value, Value]:
+    """Serves evaluation, if dropout is active there, too."""
+    rate = op.Sub(op.Constant(value_float=1.0), op.Cast(kept, to=ir.DataType.FLOAT))
+    dropped, mask = op.Dropout(value, rate, op.Cast(op.Constant(value_int=1), to=ir.DataType.BOOL))
+    return dropped, mask
 
 
 def _replace(kind: str) -> Callable[[Lifter, torch.fx.Node], None]:

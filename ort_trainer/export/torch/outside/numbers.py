@@ -3,8 +3,8 @@
 Strings among the arguments of a call are treated alike, as many are not used at all, such as the names of files.
 
 What is computed from such a number outside tensors is an expression, which is evaluated again for each run. In the
-arithmetic of tensors, the expression is an input of the graph. A comparison becomes a condition of the graph. Whatever
-else is done with the number ties the graph to its value.
+arithmetic of tensors, or as the rate of a dropout (``rates.py``), the expression is an input of the graph. A comparison
+becomes a condition of the graph. Whatever else is done with the number ties the graph to its value.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from .places import Place, described, read
+from .rates import DROPOUTS
 
 __all__ = ["Expression", "Growing", "Number", "Uses", "evaluate", "places_of", "text_of"]
 
@@ -159,6 +160,13 @@ class Number:
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if function in DROPOUTS:
+            at, name, dropout = DROPOUTS[function]
+            rate = args[at] if len(args) > at else kwargs.get(name)
+            if type(rate) is Number:
+                given = {key: _plain(value) for key, value in kwargs.items() if key != name}
+                return dropout(rate, *map(_plain, args[:at] + args[at + 1 :]), **given)
         numbers = [value for value in args if type(value) is Number]
         tensors = [value for value in args if isinstance(value, torch.Tensor)]
         whole = any(isinstance(number.value, float) for number in numbers) and not all(
@@ -171,7 +179,7 @@ class Number:
                 converted = [value.to(dtype) for value in converted]
         else:
             converted = [_plain(value) for value in args]
-        return function(*converted, **{key: _plain(value) for key, value in (kwargs or {}).items()})
+        return function(*converted, **{key: _plain(value) for key, value in kwargs.items()})
 
 
 class Growing:

@@ -104,7 +104,7 @@ def divide_for_loops(nodes: Sequence[Node], apart: Collection[Node]) -> list[tup
         nodes: The operators.
         apart: Those that are mostly not needed; they come last, and compiling them would take longer than they do.
     """
-    masks = [node for node in nodes if node.target is own.draw_unpacked.default]
+    masks = [node for node in nodes if node.target in (own.draw_unpacked.default, own.draw_unpacked.rate)]
     others = [node for node in nodes if node not in masks]
     later = [node for node in others if node in apart]
     main = itertools.groupby((node for node in others if node not in apart), _can_be_compiled)

@@ -22,7 +22,7 @@ def open_masks(graph: torch.fx.Graph) -> None:
         noise(mask, factor, dtype)     =>    cast(mask, dtype) * factor
         apply_mask(x, mask, factor)    =>    x * noise(mask as x, factor, dtype)
 
-    Loops read one byte for each element, in order.
+    Loops read one byte for each element, in order. The factor of an overload ``rate`` is 1 / kept.
     """
     for node in list(graph.nodes):
         if node.target not in _OF_MASKS:
@@ -34,18 +34,23 @@ def open_masks(graph: torch.fx.Graph) -> None:
         graph.erase_node(node)
 
 
-def _noise(graph: torch.fx.Graph, mask: Node, factor: float, dtype: torch.dtype, *_: Any) -> Node:
+def _noise(graph: torch.fx.Graph, mask: Node, factor: float | Node, dtype: torch.dtype, *_: Any) -> Node:
+    if isinstance(factor, Node):
+        factor = call(graph, aten._to_copy.default, call(graph, aten.reciprocal.default, factor), dtype=dtype)
     return call(graph, aten.mul.Tensor, call(graph, aten._to_copy.default, mask, dtype=dtype), factor)
 
 
-def _masked(graph: torch.fx.Graph, value: Node, mask: Node, factor: float) -> Node:
+def _masked(graph: torch.fx.Graph, value: Node, mask: Node, factor: float | Node) -> Node:
     kept = call(graph, aten.view_as.default, mask, value)
     return call(graph, aten.mul.Tensor, value, _noise(graph, kept, factor, value.meta["val"].dtype))
 
 
 _OF_MASKS: dict[Any, Any] = {
     own.draw_mask.default: lambda graph, *args: call(graph, own.draw_unpacked.default, *args),
+    own.draw_mask.rate: lambda graph, *args: call(graph, own.draw_unpacked.rate, *args),
     own.unpack_mask.default: lambda graph, *args: call(graph, aten.view_as.default, *args),
     own.noise.default: _noise,
+    own.noise.rate: _noise,
     own.apply_mask.default: _masked,
+    own.apply_mask.rate: _masked,
 }
