@@ -10,7 +10,7 @@ import array
 import contextvars
 import itertools
 import logging
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -111,8 +111,10 @@ class Reads:
             same = self._unchanged()
         except GONE:
             same = False
-        if not same or (self._volatile and any(self._value(i) != self._values[i] for i in self._volatile)):
+        if not same:
             self._look()
+        elif self._volatile:
+            self._compare({index: self._value(index) for index in self._volatile})
         variant = self._current.get(structure)
         if variant is None:
             variant = self._current[structure] = self._find(structure)
@@ -191,25 +193,32 @@ class Reads:
         return _Variant(structure, next(self._count))
 
     def _look(self) -> None:
-        """Compares all values; if any has changed, other graphs are needed."""
-        values = [self._value(index) for index in range(len(self._watched))]
-        changed = [index for index, value in enumerate(values) if value != self._values[index]]
+        """Compares all values."""
+        changed = self._compare({index: self._value(index) for index in range(len(self._watched))})
         for index, what in enumerate(self._watched):
             if isinstance(what, tuple):
                 value = read(self._root, what)
                 # What is read of an object is watched at the object, so it must be noticed if it is replaced.
-                if value is not self._objects[index] and index not in changed and _is_leaf(value):
+                often = index not in changed or what in self.numbers
+                if value is not self._objects[index] and often and _is_leaf(value):
                     self._volatile.add(index)
                 self._objects[index] = value
-        if changed:
-            self._tell(changed, values)
-            self._values, self._current = values, {}
         self._compile()
 
-    def _tell(self, changed: Sequence[int], values: Sequence[Hashable]) -> None:
+    def _compare(self, values: Mapping[int, Hashable]) -> Collection[int]:
+        """Takes values by index, and returns which have changed; if any has, other graphs may be needed."""
+        changed = {index: value for index, value in values.items() if value != self._values[index]}
+        if changed:
+            self._tell(changed)
+            for index, value in changed.items():
+                self._values[index] = value
+            self._current = {}
+        return changed
+
+    def _tell(self, changed: Mapping[int, Hashable]) -> None:
         where: dict[str, list[str]] = {}
-        for index in changed:
-            place, old, new = self._watched[index], self._values[index], values[index]
+        for index, new in changed.items():
+            place, old = self._watched[index], self._values[index]
             accepting = [variant.values[index] for variant in self._variants if index in variant.values]
             if isinstance(place, list) or all(new in accepted for accepted in accepting):
                 continue
