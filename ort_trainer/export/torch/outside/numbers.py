@@ -35,13 +35,14 @@ _OPERATORS = {**_ARITHMETIC, **_COMPARISONS}
 # Functions in which a number may be a tensor without dimensions, with the same result.
 _OF_TENSORS = frozenset(
     {
-        *(getattr(torch, name) for name in ("add", "sub", "mul", "div", "true_divide")),
+        *(getattr(torch, name) for name in ("add", "sub", "mul", "div", "true_divide", "pow", *_COMPARISONS)),
         *(
             getattr(torch.Tensor, name)
             for base in ("add", "sub", "mul", "truediv")
             for name in (f"__{base}__", f"__r{base}__", f"__i{base}__")
         ),
-        *(getattr(torch.Tensor, f"{name}{end}") for name in ("add", "sub", "mul", "div") for end in ("", "_")),
+        *(getattr(torch.Tensor, f"{name}{end}") for name in ("add", "sub", "mul", "div", "pow") for end in ("", "_")),
+        *(getattr(torch.Tensor, name) for base in ("pow", *_COMPARISONS) for name in (base, f"__{base}__")),
     }
 )
 
@@ -167,6 +168,9 @@ class Number:
             if type(rate) is Number:
                 given = {key: _plain(value) for key, value in kwargs.items() if key != name}
                 return dropout(rate, *map(_plain, args[:at] + args[at + 1 :]), **given)
+        for name in ("other", "exponent"):  # the second operand, as a keyword
+            if type(kwargs.get(name)) is Number and len(args) == 1:
+                args, kwargs = (*args, kwargs[name]), {key: value for key, value in kwargs.items() if key != name}
         numbers = [value for value in args if type(value) is Number]
         tensors = [value for value in args if isinstance(value, torch.Tensor)]
         whole = any(isinstance(number.value, float) for number in numbers) and not all(

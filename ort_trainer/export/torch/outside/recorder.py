@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import dis
 import functools
 import random
 import sys
@@ -446,6 +447,9 @@ class Recorder:
         for name in names:
             if name not in values and hasattr(builtins, name):
                 continue
+            is_data = name in values and not isinstance(values[name], (types.ModuleType, types.FunctionType, type))
+            if is_data and name not in _globals_of(function.__code__):  # the name of an attribute
+                continue
             inner = (*place, Step("global", name))  # type: ignore[assignment]
             self._copies.add_global(values, name, inner)
             if name in values:
@@ -621,3 +625,13 @@ def _names_of(code: types.CodeType) -> frozenset[str]:
     """Returns the names of globals and attributes in code, also in the functions and comprehensions in it."""
     inner = (_names_of(part) for part in code.co_consts if isinstance(part, types.CodeType))
     return frozenset(code.co_names).union(*inner)
+
+
+@functools.lru_cache(maxsize=4096)
+def _globals_of(code: types.CodeType) -> frozenset[str]:
+    """Returns the names in code that are global variables; slow."""
+    inner = (_globals_of(part) for part in code.co_consts if isinstance(part, types.CodeType))
+    own = (
+        found.argval for found in dis.get_instructions(code) if "GLOBAL" in found.opname or found.opname == "LOAD_NAME"
+    )
+    return frozenset(own).union(*inner)

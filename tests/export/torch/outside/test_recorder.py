@@ -117,6 +117,32 @@ class Annealed(nn.Module):
         return self.fc(batch["x"]) * scale / self.tau
 
 
+class Focal(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.gamma, self.step = nn.Linear(6, 3), 2.0, 0.5
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.fc(x)
+        return torch.where(h > self.step, h, h.abs() ** self.gamma) + (h.abs() + 1).pow(exponent=self.gamma)
+
+
+def test_exponents_and_bounds_become_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, reference = Focal(), Focal()
+    reference.load_state_dict(model.state_dict())
+    trainer, optimizer = trainer_of(model), torch.optim.SGD(reference.parameters(), lr=0.1)
+    for step in range(5):
+        monkeypatch.setitem(globals(), "step", step)  # no variable of forward, but an attribute there has its name
+        model.gamma = reference.gamma = 2.0 - 0.3 * step
+        model.step = reference.step = 0.1 * step
+        loss = F.cross_entropy(reference(X), Y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        assert float(trainer.train_step(X, Y)[0]) == pytest.approx(loss.item(), rel=1e-5)
+    assert len(trainer.session.graphs(True)) == 2
+
+
 def test_numbers_that_change_become_inputs() -> None:
     model, reference = Annealed(), Annealed()
     reference.load_state_dict(model.state_dict())
