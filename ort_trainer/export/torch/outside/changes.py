@@ -43,6 +43,7 @@ class Copies:
 
     def __init__(self) -> None:
         self._attributes: dict[int, tuple[Place, dict[str, Any], dict[str, Any]]] = {}
+        self._classes: dict[int, tuple[Place, type, dict[str, Any]]] = {}
         self._contents: dict[int, tuple[Place, Any, Any]] = {}
         self._globals: dict[tuple[int, str], tuple[Place, dict[str, Any], Any]] = {}
         self._cells: list[tuple[Place, Any, Any]] = []
@@ -53,6 +54,10 @@ class Copies:
     def add_attributes(self, values: dict[str, Any], place: Place) -> None:
         """Copies an object's ``__dict__``."""
         self._attributes[id(values)] = place, values, dict(values)
+
+    def add_class(self, kind: type, place: Place) -> None:
+        """Copies the attributes of a class."""
+        self._classes.setdefault(id(kind), (place, kind, dict(vars(kind))))
 
     def add_slots(self, owner: Any, place: Place) -> None:
         """Copies what an object has in slots."""
@@ -101,6 +106,11 @@ class Copies:
                 now, old = values.get(key, MISSING), before.get(key, MISSING)
                 if now is not old and key not in OF_EVERY_MODULE:
                     yield Change((*place, Step("attribute", key)), now, old, functools.partial(_assign, values, key))
+        for place, kind, known in self._classes.values():
+            for key in dict.fromkeys((*known, *vars(kind))):
+                now, old = vars(kind).get(key, MISSING), known.get(key, MISSING)
+                if now is not old and not key.startswith("__") and not key.startswith("_abc_"):
+                    yield Change((*place, Step("attribute", key)), now, old, functools.partial(_set, kind, key))
         for place, owner, name, old in self._slots:
             now = _slot(owner, name)
             if now is not old:
@@ -140,6 +150,13 @@ def _assign(values: dict[str, Any], key: str, value: Any) -> None:
         values.pop(key, None)
     else:
         values[key] = value
+
+
+def _set(kind: type, key: str, value: Any) -> None:
+    if value is MISSING:
+        delattr(kind, key)
+    else:
+        setattr(kind, key, value)
 
 
 def _slot(owner: Any, name: str) -> Any:

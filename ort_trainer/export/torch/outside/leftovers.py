@@ -86,7 +86,8 @@ def encode(value: Any, tensors: list[torch.Tensor], known: Mapping[int, Place]) 
     if _SEQUENCES.get(name) is type(value):
         return [name, [encode(part, tensors, known) for part in value]]
     if _DICTS.get(name) is type(value) or type(value) is defaultdict:
-        return ["dict", name, [[encode(k, tensors, known), encode(v, tensors, known)] for k, v in value.items()]]
+        pairs = [[encode(k, tensors, known), encode(v, tensors, known)] for k, v in value.items()]
+        return ["dict", name, pairs, encode(getattr(value, "default_factory", None), tensors, known)]
     if isinstance(value, torch.dtype):
         return ["dtype", str(value).removeprefix("torch.")]
     if isinstance(value, torch.Size):
@@ -102,12 +103,12 @@ def encode(value: Any, tensors: list[torch.Tensor], known: Mapping[int, Place]) 
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return ["named", *_path_of(type(value)), [encode(part, tensors, known) for part in value]]
     attributes = getattr(value, "__dict__", None)
-    opaque = isinstance(value, (tuple, nn.Module, types.ModuleType)) or callable(value)
+    opaque = isinstance(value, (tuple, list, set, deque, nn.Module, types.ModuleType)) or callable(value)
     if opaque or not isinstance(attributes, dict):
         raise TypeError(f"an object of the class {type(value).__qualname__}")
     parts = [[key, encode(part, tensors, known)] for key, part in attributes.items()]
-    pairs = copied(value).items() if isinstance(value, dict) else ()
-    entries = [[encode(key, tensors, known), encode(part, tensors, known)] for key, part in pairs]
+    items = copied(value).items() if isinstance(value, dict) else ()
+    entries = [[encode(key, tensors, known), encode(part, tensors, known)] for key, part in items]
     return ["object", *_path_of(type(value)), parts, entries]
 
 
@@ -138,7 +139,9 @@ def decode(code: Code, tensors: Sequence[torch.Tensor], root: Any) -> Any:
         return _SEQUENCES[kind](decode(part, tensors, root) for part in rest[0])
     if kind == "dict":
         pairs = [(decode(key, tensors, root), decode(value, tensors, root)) for key, value in rest[1]]
-        return _DICTS.get(rest[0], dict)(pairs)
+        if rest[0] == "defaultdict":
+            return defaultdict(decode(rest[2], tensors, root), pairs)
+        return _DICTS[rest[0]](pairs)
     if kind == "dtype":
         return getattr(torch, rest[0])
     if kind == "size":

@@ -5,6 +5,7 @@ A place is made of strings and numbers, so a child process can name it to its pa
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -64,7 +65,7 @@ def _in_dict(owner: Any, index: int) -> Any:
 
 def attributes_of(owner: Any) -> Any:
     """Returns an object's ``__dict__``, without what its class does when it is read."""
-    return vars(owner) if isinstance(owner, type) else object.__getattribute__(owner, "__dict__")
+    return vars(owner) if isinstance(owner, (type, threading.local)) else object.__getattribute__(owner, "__dict__")
 
 
 _READ: dict[str, Callable[[Any, Any], Any]] = {

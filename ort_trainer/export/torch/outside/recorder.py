@@ -27,7 +27,7 @@ from torch import nn
 
 from ....core.errors import ExportError
 from .changes import HOOKS, OF_EVERY_MODULE, Copies, in_cell
-from .containers import has_same_parts
+from .containers import copied, has_same_parts
 from .leftovers import Code, Leftovers, encode
 from .notes import Notes
 from .numbers import Expression, Growing, Number, Uses, text_of
@@ -198,7 +198,8 @@ class Recorder:
                 elif place[:-1] in self.reads:
                     self._counted |= {(*place[:-1], step) for step in _numbers_changed(now, before)}
             try:
-                writes.append((place, encode(now, tensors, others)))
+                left = copied(now) if place[-1].kind == "contents" else now
+                writes.append((place, encode(left, tensors, others)))
             except TypeError as reason:
                 if not strict:
                     continue
@@ -355,6 +356,8 @@ class Recorder:
         values = attributes_of(module)
         self._copies.add_attributes(values, place)
         self._copies.add_parts(values)
+        for base, of_base in _users_bases(type(module), (*place, Step("get", "__class__"))):
+            self._copies.add_class(base, of_base)
         for key, value in values.items():
             if type(value) in CONTAINERS and key not in OF_EVERY_MODULE:
                 self._copies.add_contents(value, (*place, Step("attribute", key)))
@@ -371,6 +374,7 @@ class Recorder:
                 self._note_alias(self.tensors.setdefault(id(value), (value, place))[1], place)
             return
         if isinstance(value, (types.ModuleType, type)):
+            self._meet_names(value, place, frozenset(self._names), data_only=True)
             return
         if id(value) in self._met:
             if not isinstance(value, (nn.Module, types.FunctionType, types.MethodType)):  # compared by identity anyway
@@ -425,7 +429,7 @@ class Recorder:
         self._copies.add_slots(value, place)
         for name, part in () if can_be_watched else values.items():
             self._record((*place, Step("attribute", name)), part)
-        self._meet_names(kind, (*place, Step("get", "__class__")), frozenset(self._names))
+        self._meet_names(kind, (*place, Step("get", "__class__")), frozenset(self._names), data_only=can_be_watched)
         call = of_class(kind, "__call__")
         if isinstance(call, types.FunctionType):
             self._record((*place, Step("class", "__call__")), call)
@@ -458,24 +462,35 @@ class Recorder:
         for at, cell in enumerate(function.__closure__ or ()):
             self._meet_names(in_cell(cell), (*place, Step("cell", at)), names | _CALLED_ON_CLASSES)
 
-    def _meet_names(self, value: Any, place: Place, names: frozenset[str]) -> None:
-        """Records what code may read of a class or of a Python module: nothing can watch their attributes."""
+    def _meet_names(self, value: Any, place: Place, names: frozenset[str], data_only: bool = False) -> None:
+        """Records what code may read of a class or of a Python module: nothing can watch their attributes.
+
+        With ``data_only``, functions are left out: the code that names them does not call them on this class.
+        """
         if isinstance(value, types.ModuleType):
             of_user = _is_users(value.__name__)
             if value.__name__.partition(".")[0] in _LIBRARIES:
                 return
             for name in names & vars(value).keys():
                 part = vars(value)[name]
-                if of_user or not callable(part):  # Python's own functions don't change
+                is_new = (id(value), name) not in self._of_classes
+                if is_new and (
+                    not callable(part) or (of_user and not data_only)
+                ):  # Python's own functions don't change
+                    self._of_classes.add((id(value), name))
                     self._record((*place, Step("attribute", name)), part)
         elif isinstance(value, type):
-            for at, base in enumerate(value.__mro__):
-                if _is_users(base.__module__):
-                    of_base = (*place, Step("get", "__mro__"), Step("item", at))
-                    for name in names & vars(base).keys():
-                        if (id(base), name) not in self._of_classes:
-                            self._of_classes.add((id(base), name))
-                            self._record((*of_base, Step("attribute", name)), vars(base)[name])
+            for base, of_base in _users_bases(value, place):
+                self._copies.add_class(base, of_base)
+                for name in names & vars(base).keys() - {"__getattribute__"}:  # that is ours, for the time of the run
+                    part = vars(base)[name]
+                    code = getattr(getattr(part, "__func__", part), "__code__", None)
+                    if (id(base), name) in self._of_classes or (code is not None and data_only):
+                        continue
+                    self._of_classes.add((id(base), name))
+                    self._record((*of_base, Step("attribute", name)), part)
+                    if isinstance(code, types.CodeType):  # a method may read attributes of its class
+                        self._meet_names(value, place, _names_of(code), data_only=True)
 
     def _record(self, place: Place, value: Any) -> None:
         """Records the value of a place as read."""
@@ -483,6 +498,8 @@ class Recorder:
             place, value = (*place, Step("get", "__func__")), value.__func__  # type: ignore[assignment]
         if isinstance(value, property):
             place, value = (*place, Step("get", "fget")), value.fget
+        if isinstance(value, types.ModuleType):
+            self._meet(value, place)
         if isinstance(value, (types.ModuleType, types.MemberDescriptorType)):
             return
         if place not in self.reads:
@@ -531,7 +548,7 @@ class Recorder:
                 self._record((*place, Step("get", name)), value)
             code = getattr(of_type, "__code__", None)
             if of_user and code is not None:
-                self._meet_names(type(owner), (*place, Step("get", "__class__")), _names_of(code))
+                self._meet_names(type(owner), (*place, Step("get", "__class__")), _names_of(code), data_only=True)
         elif isinstance(owner, nn.Module) and name in {**owner._modules, **owner._parameters, **owner._buffers}:
             pass  # the model's own parts
         elif value is MISSING:
@@ -613,6 +630,13 @@ def _unwatch(kind: type, own: Any) -> None:
 def _holds_plain_parts(container: Any) -> bool:
     parts = [part for _, part in parts_of(container)]
     return type(container) in CONTAINERS and len(parts) == len(container) and all(map(is_plain, parts))
+
+
+def _users_bases(kind: type, place: Place) -> Iterator[tuple[type, Place]]:
+    """Yields the classes of a user or a library from which a class inherits, itself included, with their places."""
+    for at, base in enumerate(kind.__mro__):
+        if _is_users(base.__module__):
+            yield base, (*place, Step("get", "__mro__"), Step("item", at))
 
 
 def _is_users(module: str | None) -> bool:

@@ -21,11 +21,12 @@ __all__ = ["CONTAINERS", "frozen", "is_plain", "is_watched", "memory_of", "parts
 
 CONTAINERS = (dict, OrderedDict, defaultdict, list, tuple, deque, set, frozenset)
 _ATOMS = (type(None), bool, int, float, complex, str, bytes, type(...), range, slice)
+_NUMBERS_AND_TEXTS: tuple[Any, ...] = (int, float, complex, str, bytes)
 _OF_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 _CALLABLES = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.MethodWrapperType)
 # Of a container with more entries only the number of entries is compared: comparing all takes too long at every step.
 _MOST_ENTRIES = 1000
-_DEEPEST = 8
+_DEEPEST = 50
 _UNWATCHED = frozenset({"abc", "asyncio", "builtins", "collections.abc", "concurrent", "contextlib", "functools", "gc"})
 _UNWATCHED |= {"importlib", "inspect", "io", "logging", "numpy", "ort_trainer", "re", "sympy", "sys", "threading"}
 _UNWATCHED |= {"traceback", "types", "typing", "unittest", "warnings", "weakref", "_thread"}
@@ -71,6 +72,9 @@ def frozen(value: Any, depth: int = 0) -> Hashable:
         return _frozen_container(value, depth + 1)
     if isinstance(value, functools.partial):
         return kind, frozen(value.func), frozen(value.args, depth + 1), frozen(value.keywords, depth + 1)
+    if issubclass(kind, _NUMBERS_AND_TEXTS) and not issubclass(kind, enum.Enum):  # a class of its own
+        base = next(base for base in _NUMBERS_AND_TEXTS if issubclass(kind, base))
+        return kind, base.__repr__(value)
     if isinstance(value, (*_CALLABLES, *_OF_TORCH, enum.Enum, type)):
         return kind, _Same(value)
     if isinstance(value, contextvars.ContextVar):
