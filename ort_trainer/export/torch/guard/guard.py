@@ -33,6 +33,8 @@ _parameter_state = attrgetter("requires_grad", "dtype", "shape")
 _buffer_state = attrgetter("dtype", "shape")
 _requires_grad = attrgetter("requires_grad")
 _mode = itemgetter("training")
+# Those for the backward pass are refused when the model is exported for them.
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 class ModelChangedError(RuntimeError):
@@ -220,7 +222,7 @@ class ModelWatch:
         for values in self._dicts:
             for kind in ("_modules", "_parameters", "_buffers"):
                 condition.has_entries(values[kind])
-            for kind in ("_forward_hooks", "_forward_pre_hooks"):
+            for kind in _HOOKS:
                 hooks, name = values[kind], condition.name(values[kind])
                 condition.add(f"list({name}) == {list(hooks)}" if hooks else f"not {name}")
         for tensor in (*self._parameters.values(), *self._model.buffers()):
@@ -267,11 +269,8 @@ class ModelWatch:
 
     def _settings_of_now(self) -> tuple[list[bool], list[Any], list[tuple[Any, ...]]]:
         """Returns the modes, what graphs depend on in buffers, and the hooks, identified by their ids."""
-        hooks = [
-            (*values["_forward_hooks"], *values["_forward_pre_hooks"])
-            for values in self._dicts
-            if values["_forward_hooks"] or values["_forward_pre_hooks"]
-        ]
+        hooks = [tuple(hook for kind in _HOOKS for hook in values[kind]) for values in self._dicts]
+        hooks = [found for found in hooks if found]
         return list(map(_mode, self._dicts)), list(map(_buffer_state, self._model.buffers())), hooks
 
     def _number(self, values: tuple[list[bool], list[Any], list[tuple[Any, ...]]]) -> None:

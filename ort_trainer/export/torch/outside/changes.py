@@ -64,6 +64,8 @@ class Copies:
         for base in type(owner).__mro__:
             slots = vars(base).get("__slots__", ())
             for name in (slots,) if isinstance(slots, str) else slots:
+                if name.startswith("__") and not name.endswith("__"):  # private to its class
+                    name = f"_{base.__name__.lstrip('_')}{name}"
                 self._slots.append((place, owner, name, _slot(owner, name)))
 
     def add_parts(self, values: dict[str, Any]) -> None:

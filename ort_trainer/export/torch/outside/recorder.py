@@ -13,6 +13,7 @@ import builtins
 import contextlib
 import dis
 import functools
+import inspect
 import random
 import sys
 import threading
@@ -385,9 +386,10 @@ class Recorder:
                 inner = (*place, *(Step("get", part) for part in name.split("."))) if name else place
                 self._meet_module(module, inner)
                 self._foreign.add(id(module))
+                for kind in ("_modules", *HOOKS):
+                    self._record((*inner, Step("attribute", kind)), attributes_of(module)[kind])
                 for key, tensor in (*module._parameters.items(), *module._buffers.items()):
-                    if tensor is not None:
-                        self._record((*inner, Step("tensor", key)), tensor)
+                    self._record((*inner, Step("tensor", key)), tensor)
             return
         self._met[id(value)] = value, place
         if isinstance(value, types.FunctionType):
@@ -415,7 +417,8 @@ class Recorder:
 
     def _meet_object(self, value: Any, place: Place) -> None:
         kind = type(value)
-        wrapped = getattr(value, "__wrapped__", None)  # what functools.lru_cache makes, for example
+        # What functools.lru_cache makes, for example; an object's own __getattr__ is none of our business.
+        wrapped = inspect.getattr_static(value, "__wrapped__", None)
         if isinstance(wrapped, types.FunctionType):
             self._meet(wrapped, (*place, Step("get", "__wrapped__")))
         can_be_watched = is_watched(kind) and self._watch_class(kind)
@@ -526,15 +529,15 @@ class Recorder:
                 return
         try:
             values = attributes_of(owner)
-        except AttributeError:
-            values = {}
+        except AttributeError:  # it has slots only
+            values = None
         of_type = of_class(type(owner), name)
         if name == "__dict__":
             for key, entry in list(values.items()):
                 if key in OF_EVERY_MODULE:
                     continue
                 self._record_if_old(values, key, place, entry)
-        elif name in values:
+        elif values is not None and name in values:
             self._record_if_old(values, name, place, values[name])
         elif isinstance(of_type, types.MemberDescriptorType) and not isinstance(owner, nn.Module):
             self._record((*place, Step("get", name)), value)
@@ -556,9 +559,9 @@ class Recorder:
         else:  # what a __getattr__ or __getattribute__ makes, such as a config's other names
             self._record((*place, Step("get", name)), value)
 
-    def _record_if_old(self, values: dict[str, Any], name: str, place: Place, value: Any) -> None:
+    def _record_if_old(self, values: dict[str, Any] | None, name: str, place: Place, value: Any) -> None:
         """Records an attribute, unless this run has assigned it."""
-        if self._copies.is_old(values, name, value):
+        if values is not None and self._copies.is_old(values, name, value):
             self._record((*place, Step("attribute", name)), value)
 
     def _watch_class(self, kind: type) -> bool:
