@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextvars
+import copy
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import numpy
 from torch import nn
 
 from .containers import CHANGEABLE, copied, has_same_parts, refill
 from .places import MISSING, Place, Step
+from .values import frozen
 
 __all__ = ["HOOKS", "OF_EVERY_MODULE", "Change", "Copies", "in_cell"]
 
@@ -18,6 +22,7 @@ OF_EVERY_MODULE = frozenset(nn.Module().__dict__) | frozenset(
 )
 """What every module has: its parts, which a ModelWatch compares, and its mode. (Recurrent layers of PyTorch keep
 references to their weights.)"""
+_LARGEST = 1 << 24
 _PARTS = ("_modules", "_parameters", "_buffers")
 HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
@@ -45,6 +50,7 @@ class Copies:
         self._attributes: dict[int, tuple[Place, dict[str, Any], dict[str, Any]]] = {}
         self._classes: dict[int, tuple[Place, type, dict[str, Any]]] = {}
         self._contents: dict[int, tuple[Place, Any, Any]] = {}
+        self._memories: dict[int, tuple[Place, Any, Any]] = {}
         self._globals: dict[tuple[int, str], tuple[Place, dict[str, Any], Any]] = {}
         self._cells: list[tuple[Place, Any, Any]] = []
         self._slots: list[tuple[Place, Any, str, Any]] = []
@@ -78,6 +84,13 @@ class Copies:
         if isinstance(value, CHANGEABLE):
             self._contents.setdefault(id(value), (place, value, copied(value)))
 
+    def add_memory(self, value: Any, place: Place) -> None:
+        """Copies an array, or what a context variable holds; not an array too large to be a setting."""
+        if isinstance(value, contextvars.ContextVar):
+            self._memories[id(value)] = place, value, value.get(MISSING)
+        elif memoryview(value).nbytes <= _LARGEST:
+            self._memories[id(value)] = place, value, copy.copy(value)
+
     def add_global(self, values: dict[str, Any], name: str, place: Place) -> None:
         """Remembers a global variable, which may not exist yet."""
         self._globals.setdefault((id(values), name), (place, values, values.get(name, MISSING)))
@@ -90,6 +103,13 @@ class Copies:
         """Returns whether a value in an object's ``__dict__`` is from before the run."""
         known = self._attributes.get(id(values))
         return known is None or known[2].get(name, MISSING) is value
+
+    def changed_memory(self) -> Iterator[Place]:
+        """Yields the places of arrays and context variables that the run has changed."""
+        for place, value, before in self._memories.values():
+            now = value.get(MISSING) if isinstance(value, contextvars.ContextVar) else value
+            if now is not before and frozen(now) != frozen(before):
+                yield place
 
     @property
     def has_other_parts(self) -> bool:
@@ -134,6 +154,11 @@ class Copies:
         """Takes back what the run has changed."""
         for change in list(self.changes()):
             change.restore(change.before)
+        for _, value, before in self._memories.values():
+            if not isinstance(value, contextvars.ContextVar):
+                value[... if isinstance(value, numpy.ndarray) else slice(None)] = before
+            elif before is not MISSING and value.get(MISSING) is not before:
+                value.set(before)
         for now, before in (*self._parts, *self._hooks):
             if not has_same_parts(now, before):
                 refill(now, before)

@@ -9,8 +9,10 @@ What was left is found by comparison with copies (``changes.py``).
 
 from __future__ import annotations
 
+import array
 import builtins
 import contextlib
+import contextvars
 import dis
 import functools
 import inspect
@@ -176,7 +178,7 @@ class Recorder:
         Raises:
             ExportError: If something was left that can't be written down.
         """
-        self._refuse_draws()
+        self._refuse_what_no_graph_does()
         flags = self._flags_of_hooks()
         found = (change for change in self._copies.changes() if change.place not in flags)
         changes = [(change.place, change.now, change.before) for change in found]
@@ -211,7 +213,12 @@ class Recorder:
         self.leftovers = Leftovers(tuple(writes), len(tensors))
         return tuple(tensors)
 
-    def _refuse_draws(self) -> None:
+    def _refuse_what_no_graph_does(self) -> None:
+        for place in self._copies.changed_memory():
+            raise ExportError(
+                f"the run changes {described(place)!r}, an array or a context variable, which a graph can't do: keep a "
+                "tensor or a number in an attribute"
+            )
         for place in self._iterators:
             raise ExportError(
                 f"the run reads the iterator {described(place)!r}, from which a graph can't take a value in each step: "
@@ -407,7 +414,9 @@ class Recorder:
             self._meet(value.__self__, (*place, Step("get", "__self__")))
         elif isinstance(value, Iterator):
             self._iterators.append(place)
-        elif not isinstance(value, (numpy.ndarray, types.BuiltinFunctionType)):
+        elif isinstance(value, (numpy.ndarray, contextvars.ContextVar, bytearray, array.array)):
+            self._copies.add_memory(value, place)
+        elif not isinstance(value, types.BuiltinFunctionType):
             self._meet_object(value, place)
 
     def _note_alias(self, first: Place, second: Place) -> None:
@@ -481,7 +490,14 @@ class Recorder:
                     not callable(part) or (of_user and not data_only)
                 ):  # Python's own functions don't change
                     self._of_classes.add((id(value), name))
-                    self._record((*place, Step("attribute", name)), part)
+                    inner: Place = (*place, Step("attribute", name))
+                    self._record(inner, part)
+                    if of_user:
+                        self._copies.add_global(vars(value), name, inner)
+        elif isinstance(value, types.FunctionType):
+            self._copies.add_attributes(vars(value), place)
+            for name in names & vars(value).keys():
+                self._record((*place, Step("attribute", name)), vars(value)[name])
         elif isinstance(value, type):
             for base, of_base in _users_bases(value, place):
                 self._copies.add_class(base, of_base)
