@@ -41,6 +41,10 @@ _OF_NUMBERS: dict[tuple[Any, str], Callable[[Any], Any]] = {
 }
 
 
+_CONVERSIONS = ("__float__", "__int__", "__index__", "tolist", "numpy")
+"""Methods of tensors that return values, besides those that :func:`reads_watched` watches."""
+
+
 class ValuesAsked(Exception):
     """A capture without answers has met a condition on values, or a number that the model refuses.
 
@@ -70,13 +74,17 @@ class Branches:
 
     Args:
         answers: What a run in PyTorch has read; None if there was none.
+        constant_read: Called with a tensor whose value is read and is known: it is made of constants, or of tensors
+            from outside.
 
     Attributes:
         assumptions: The conditions of the last forward pass.
     """
 
-    def __init__(self, answers: Answers | None = None) -> None:
-        self._answers = answers
+    def __init__(
+        self, answers: Answers | None = None, constant_read: Callable[[torch.Tensor], object] = lambda tensor: None
+    ) -> None:
+        self._answers, self._constant_read = answers, constant_read
         self._running = self._left = False
         self._counts: dict[Line, int] = {}
         self._conditions: list[torch.Tensor] = []
@@ -144,6 +152,14 @@ class Branches:
 
             return answered
 
+        def converted(method: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
+            def reads(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+                if self._running and not _is_unknown(tensor):
+                    self._constant_read(tensor)
+                return method(tensor, *args, **kwargs)
+
+            return reads
+
         checks: Any = torch._assert_async, torch._check_with
         self._left = False
         try:
@@ -155,6 +171,9 @@ class Branches:
                 mock.patch.object(torch.SymBool, "__bool__", bool_of_size),
                 mock.patch.object(torch.SymFloat, "__bool__", bool_of_float),
             ):
+                for name in _CONVERSIONS:
+                    method = converted(getattr(torch.Tensor, name))
+                    stack.enter_context(mock.patch.object(torch.Tensor, name, method))
                 for (owner, name), question in _OF_NUMBERS.items():
                     function = of_number(question, getattr(owner, name))
                     stack.enter_context(mock.patch.object(owner, name, function))
@@ -166,6 +185,8 @@ class Branches:
     def _read(self, method: Callable[[torch.Tensor], Any], tensor: torch.Tensor, frame: FrameType) -> Any:
         """Returns a value that is read; a number without a known value if ``item()`` reads it."""
         answer = self._next(frame)
+        if self._running and not _is_unknown(tensor):
+            self._constant_read(tensor)
         if method.__name__ == "__bool__":
             if not _is_unknown(tensor):
                 return method(tensor)

@@ -378,7 +378,7 @@ class StepModule(nn.Module):
         self._labels = last if step.labels is None else step.labels
         self._outputs, self._loss_of_first = step.description.outputs, step.loss_of_first
         self.recorder, self.assigned = Recorder(self, step.numbers, step.tables), AssignedBuffers(self)
-        self.branches = Branches(step.answers)
+        self.branches = Branches(step.answers, lambda tensor: self.recorder.value_read(tensor))
         self.carries, self.leaves = step.carries, False
         self.arguments: dict[str, Any] = {}
 

@@ -23,7 +23,8 @@ __all__ = ["Expression", "Growing", "Number", "Uses", "evaluate", "places_of", "
 
 Expression = list[Any]
 """``["at", place]``, ``["is", number]``, ``["same", place, place]`` (whether both hold one object), ``["keys", place]``
-(of a dict, or the length of a list), or the name of an operator, or ``type``, and its operands."""
+(of a dict, or the length of a list), ``["values", place]`` (the numbers in a tensor), or the name of an operator, or
+``type``, and its operands."""
 
 _ARITHMETIC: dict[str, Callable[..., Any]] = {
     name: getattr(operator, name) for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "neg", "abs")
@@ -65,6 +66,9 @@ def evaluate(expression: Expression, root: Any) -> Any:
     if kind == "keys":
         value = read(root, tuple(map(tuple, rest[0])))  # type: ignore[arg-type]
         return type(value), tuple(value) if isinstance(value, dict) else len(value)
+    if kind == "values":
+        value = read(root, tuple(map(tuple, rest[0])))  # type: ignore[arg-type]
+        return repr(value.tolist()) if isinstance(value, torch.Tensor) else type(value).__name__
     if kind == "type":
         return type(evaluate(rest[0], root)).__name__
     return _OPERATORS[kind](*(evaluate(part, root) for part in rest))
@@ -73,7 +77,7 @@ def evaluate(expression: Expression, root: Any) -> Any:
 def places_of(expression: Expression) -> list[Place]:
     """Returns the places in an expression."""
     kind, *rest = expression
-    if kind in ("at", "same", "keys"):
+    if kind in ("at", "same", "keys", "values"):
         return rest[: 2 if kind == "same" else 1]
     return [] if kind == "is" else [place for part in rest for place in places_of(part)]
 

@@ -33,7 +33,7 @@ from .changes import HOOKS, OF_EVERY_MODULE, Copies, in_cell
 from .containers import copied, has_same_parts
 from .leftovers import Code, Leftovers, encode
 from .notes import Notes
-from .numbers import Expression, Growing, Number, Uses, text_of
+from .numbers import Expression, Growing, Number, Uses, places_of, text_of
 from .places import MISSING, Place, Step, attributes_of, described, of_class, read, write
 from .values import CONTAINERS, frozen, is_plain, is_watched, parts_of
 
@@ -128,9 +128,11 @@ class Recorder:
         self._counted: set[Place] = set()
         self._begun_with: dict[Place, Any] = {}
         self._settled: dict[Place, Any] = {}
+        self._values: set[Place] = set()
         self._foreign: set[int] = set()
         self.aliases: dict[tuple[Place, Place], None] = {}
         self._of_classes: set[tuple[int, str]] = set()
+        self._places_of_classes: dict[int, Place] = {}
         self._names: set[str] = set()
         self._generators: list[tuple[Place, Any, str]] = []
         self._iterators: list[Place] = []
@@ -266,6 +268,14 @@ class Recorder:
         self.result = encode(result, tensors, self._known())
         return tuple(tensors)
 
+    def value_read(self, tensor: torch.Tensor) -> None:
+        """Ties the graph to the numbers in a tensor from outside; if it is computed, in all that were met before."""
+        found = [place for known, place in self.outside().values() if known is tensor]
+        self._values.update(found or (place for _, place in self.outside().values()))
+        if not found:
+            for expression, _ in self.uses.scalars:
+                self.uses.fixed.update(places_of(expression))
+
     def _known(self) -> dict[int, Place]:
         return {key: place for key, (_, place) in (*self._met.items(), *self.tensors.items())}
 
@@ -339,6 +349,7 @@ class Recorder:
             parts = [(*place, Step(*step)) for step, _ in parts_of(self.reads[place])]
             fixed += [part for part in parts if part not in numbers or part in self.uses.fixed]
         kinds += [(["same", *pair], True) for pair in self.aliases]
+        kinds += [(["values", place], None) for place in self._values]
         scalars = {text_of(e): (e, str(tensor.dtype)) for e, tensor in self.uses.scalars}
         return Notes(
             reads=tuple(fixed),
@@ -364,7 +375,7 @@ class Recorder:
         values = attributes_of(module)
         self._copies.add_attributes(values, place)
         self._copies.add_parts(values)
-        for base, of_base in _users_bases(type(module), (*place, Step("get", "__class__"))):
+        for base, of_base in self._users_bases(type(module), (*place, Step("get", "__class__"))):
             self._copies.add_class(base, of_base)
         for key, value in values.items():
             if type(value) in CONTAINERS and key not in OF_EVERY_MODULE:
@@ -499,17 +510,27 @@ class Recorder:
             for name in names & vars(value).keys():
                 self._record((*place, Step("attribute", name)), vars(value)[name])
         elif isinstance(value, type):
-            for base, of_base in _users_bases(value, place):
+            for base, of_base in self._users_bases(value, place):
                 self._copies.add_class(base, of_base)
                 for name in names & vars(base).keys() - {"__getattribute__"}:  # that is ours, for the time of the run
                     part = vars(base)[name]
-                    code = getattr(getattr(part, "__func__", part), "__code__", None)
+                    function = part.__func__ if type(part) in (classmethod, staticmethod) else part
+                    code = function.__code__ if type(function) is types.FunctionType else None
                     if (id(base), name) in self._of_classes or (code is not None and data_only):
                         continue
                     self._of_classes.add((id(base), name))
                     self._record((*of_base, Step("attribute", name)), part)
-                    if isinstance(code, types.CodeType):  # a method may read attributes of its class
+                    if code is not None:  # a method may read attributes of its class
                         self._meet_names(value, place, _names_of(code), data_only=True)
+
+    def _users_bases(self, kind: type, place: Place) -> Iterator[tuple[type, Place]]:
+        """Yields the classes of a user or a library from which a class inherits, itself included, each at one place."""
+        for at, base in enumerate(kind.__mro__):
+            if _is_users(base.__module__):
+                yield (
+                    base,
+                    self._places_of_classes.setdefault(id(base), (*place, Step("get", "__mro__"), Step("item", at))),
+                )
 
     def _record(self, place: Place, value: Any) -> None:
         """Records the value of a place as read."""
@@ -565,9 +586,9 @@ class Recorder:
                 self._record((*place, Step("class", name)), of_type)
             elif isinstance(of_type, types.GetSetDescriptorType):  # a property's own reads are recorded as it runs
                 self._record((*place, Step("get", name)), value)
-            code = getattr(of_type, "__code__", None)
-            if of_user and code is not None:
-                self._meet_names(type(owner), (*place, Step("get", "__class__")), _names_of(code), data_only=True)
+            if of_user and type(of_type) is types.FunctionType:
+                names = _names_of(of_type.__code__)
+                self._meet_names(type(owner), (*place, Step("get", "__class__")), names, data_only=True)
         elif isinstance(owner, nn.Module) and name in {**owner._modules, **owner._parameters, **owner._buffers}:
             pass  # the model's own parts
         elif value is MISSING:
@@ -649,13 +670,6 @@ def _unwatch(kind: type, own: Any) -> None:
 def _holds_plain_parts(container: Any) -> bool:
     parts = [part for _, part in parts_of(container)]
     return type(container) in CONTAINERS and len(parts) == len(container) and all(map(is_plain, parts))
-
-
-def _users_bases(kind: type, place: Place) -> Iterator[tuple[type, Place]]:
-    """Yields the classes of a user or a library from which a class inherits, itself included, with their places."""
-    for at, base in enumerate(kind.__mro__):
-        if _is_users(base.__module__):
-            yield base, (*place, Step("get", "__mro__"), Step("item", at))
 
 
 def _is_users(module: str | None) -> bool:

@@ -147,6 +147,50 @@ READ: dict[str, tuple[str, str, str, str]] = {
         "self.one()",
         "model.one.forward = lambda: {b}",
     ),
+    "class in an attribute": ("class C: v = {a}", "self.c = C", "self.c.v", "C.v = {b}"),
+    "nested class": ("class C:\n    class D: v = {a}", "", "C.D.v", "C.D.v = {b}"),
+    "class method": (
+        "class C:\n    w = {a}\n    @classmethod\n    def v(cls): return cls.w",
+        "",
+        "C.v()",
+        "C.w = {b}",
+    ),
+    "singleton": (
+        "class C:\n    one = None\n    @classmethod\n    def get(cls): return cls.one\nC.one = C(); C.one.v = {a}",
+        "",
+        "C.get().v",
+        "C.one.v = {b}",
+    ),
+    "function attribute": ("def helper(): return helper.v\nhelper.v = {a}", "", "helper()", "helper.v = {b}"),
+    "python module": ("M = types.ModuleType('m'); M.v = {a}", "self.m = M", "self.m.v", "M.v = {b}"),
+    "thread-local": ("import threading\nV = threading.local(); V.v = {a}", "", "V.v", "V.v = {b}"),
+    "own kind of number": ("class C(float): pass", "self.v = C({a})", "float(self.v)", "model.v = C({b})"),
+    "slots with a property": (
+        "class C:\n    __slots__ = ('__w',)\n    def __init__(self): self.put({a})\n"
+        "    def put(self, x): self.__w = x\n    @property\n    def v(self): return self.__w",
+        "self.c = C()",
+        "self.c.v",
+        "model.c.put({b})",
+    ),
+    "item of a tensor": ("", "self.v = torch.full((1,), float({a}))", "self.v.item()", "model.v.fill_({b})"),
+    "computed from a tensor": (
+        "V = torch.full((1,), float({a}))",
+        "",
+        "float(V * 2) / 2",
+        "V.fill_({b})",
+    ),
+    "weights of a loss outside": (
+        "L = [nn.CrossEntropyLoss()]",
+        "",
+        "({a} if L[0].weight is None else L[0].weight[0])",
+        "L[0].weight = torch.full((3,), float({b}))",
+    ),
+    "hook outside": (
+        "L = [nn.Identity()]",
+        "",
+        "{a} * L[0](torch.ones(1))",
+        "L[0].register_forward_hook(lambda m, x, y: y * {b})",
+    ),
     "own dict": ("", "self.v = {a}", "vars(self)['v']", "model.v = {b}"),
 }
 
@@ -236,6 +280,16 @@ LEFT: dict[str, tuple[str, str, str, str, str]] = {
         "0.0",
         "torch.tensor(model.s)",
     ),
+    "counter in a class": ("class C: n = 0", "", "C.n += 1", "C.n * 0.5", "torch.tensor(C.n)"),
+    "tensor in a class": ("class C: t = torch.zeros(1)", "", "C.t = h.detach().mean(0)[:1]", "C.t", "C.t"),
+    "counter of a function": ("def f(): pass\nf.n = 0", "", "f.n += 1", "f.n * 0.5", "torch.tensor(f.n)"),
+    "own kind of list": (
+        "class C(list): pass",
+        "self.s = C([5])",
+        "self.s.append(h.detach().mean(0)[:1])",
+        "0.0",
+        "torch.tensor([len(model.s), model.s[0], float(model.s[-1])])",
+    ),
     "decayed number": ("", "self.t = 2.0", "self.t = max(self.t * 0.5, 0.1)", "self.t", "torch.tensor(model.t)"),
 }
 KINDS = [("read", kind) for kind in READ] + [("left", kind) for kind in LEFT]
@@ -248,6 +302,7 @@ _ONE_GRAPH = {
     "left": (
         *("attribute", "tuple", "list", "deque", "slots", "dataclass", "global", "global dict", "closure", "buffer"),
         *("counter", "counter that is used", "counter in a global", "counter in a dict", "counter in a list"),
+        *("counter in a class", "tensor in a class", "counter of a function"),
         *("growing list", "growing list of numbers"),
     ),
 }
@@ -329,6 +384,8 @@ def program(how: str, kind: str, seed: int) -> Any:
 
 def graphs_of(how: str, kind: str) -> int:
     """Returns how many graphs a program needs: never more than TorchDynamo compiles."""
+    if kind == "own kind of list":  # no object can stand in for it, so its contents count
+        return STEPS
     return 1 if kind in _ONE_GRAPH[how] else 2
 
 
