@@ -280,9 +280,9 @@ LEFT: dict[str, tuple[str, str, str, str, str]] = {
         "0.0",
         "torch.tensor(model.s)",
     ),
-    "counter in a class": ("class C: n = 0", "", "C.n += 1", "C.n * 0.5", "torch.tensor(C.n)"),
+    "counter in a class": ("class C: n = 0", "", "C.n += 1", "C.n * 0.1", "torch.tensor(C.n)"),
     "tensor in a class": ("class C: t = torch.zeros(1)", "", "C.t = h.detach().mean(0)[:1]", "C.t", "C.t"),
-    "counter of a function": ("def f(): pass\nf.n = 0", "", "f.n += 1", "f.n * 0.5", "torch.tensor(f.n)"),
+    "counter of a function": ("def f(): pass\nf.n = 0", "", "f.n += 1", "f.n * 0.1", "torch.tensor(f.n)"),
     "own kind of list": (
         "class C(list): pass",
         "self.s = C([5])",
