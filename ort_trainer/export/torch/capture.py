@@ -30,6 +30,7 @@ from ...options import InputDescription
 from .branches import Assumption
 from .explain import explain, source_line
 from .operators.registry import replacements
+from .outside.changes import BACKWARD_HOOKS, GLOBAL_HOOKS
 from .step_module import StepModule
 from .symbols import users_lines_of_conditions
 from .torch_versions import CHECKPOINT_GENERATOR
@@ -131,6 +132,7 @@ def capture(
         _marked_checkpoints(),
         users_lines_of_conditions(),
         _without_drawing_outside_torch(type(module.model).__name__),
+        _attributes_put_back(module),
     ):
         exported = _export(module, tuple(sample), dims)
     _refuse_changed_constants(exported)
@@ -294,6 +296,17 @@ def _without_drawing_outside_torch(model: str) -> Iterator[None]:
         )
 
 
+@contextlib.contextmanager
+def _attributes_put_back(module: StepModule) -> Iterator[None]:
+    """Puts back the containers in the attributes of modules, which torch.export replaces by copies of its own."""
+    before = [(vars(part), dict(vars(part))) for part in module.modules() if part is not module]
+    try:
+        yield
+    finally:
+        for values, known in before:
+            values.update({key: value for key, value in known.items() if key in values})
+
+
 def _refuse_hooks(module: StepModule) -> None:
     for name, parameter in () if module.hooks_of_parameters else module.named_parameters():
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
@@ -301,6 +314,8 @@ def _refuse_hooks(module: StepModule) -> None:
     for name, part in module.named_modules():
         if part._backward_hooks or part._backward_pre_hooks:
             raise ExportError(f"module {name.removeprefix('model.')!r} has a backward hook, which a graph can't run")
+    if any(GLOBAL_HOOKS[kind] for kind in BACKWARD_HOOKS):
+        raise ExportError("there is a backward hook for all modules, which a graph can't run")
 
 
 def _refuse_changed_constants(program: torch.export.ExportedProgram) -> None:
