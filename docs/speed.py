@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from html import escape
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Results", "pictures", "read_results", "with_results"]
+__all__ = ["Results", "blocks", "pictures", "read_results"]
 
 # What benchmarks/train_step.py has written: by version, then by row.
 Results = Mapping[str, Any]
@@ -130,14 +129,20 @@ def _drawn(title: str, rows: Bars, line: str = "") -> str:
     return "\n".join([head, *drawn, "</svg>"]) + "\n"
 
 
-def with_results(page: str, results: Results) -> str:
-    """Returns the page with the means and the table of the newest version, between their marks."""
+def blocks(results: Results) -> dict[str, list[str]]:
+    """Returns what pages say of the newest version, by the name of its marks (figures.py)."""
     version, newest = list(results.items())[-1]
     rows = newest["rows"]
-    for name, lines in (("means", _means(version, newest)), ("steps", _table(rows))):
-        block = "\n".join([f"<!-- {name}: written by make docs -->", *lines, f"<!-- /{name} -->"])
-        page = re.sub(f"<!-- {name}: .*?<!-- /{name} -->", lambda _, block=block: block, page, flags=re.DOTALL)
-    return page
+    return {"means": [*_means(version, newest)], "steps": [*_table(rows)], "speed": [*_sentence(rows)]}
+
+
+def _sentence(rows: Mapping[str, Any]) -> Iterator[str]:
+    """Yields the means as a sentence, for pages that have no table."""
+    means = {name: _speeds(rows.values(), name) for name in (_OURS, _LOOPS, "ORTModule")}
+    ours, loops, module = (f"{_mean(found):.2f}" if found else "unknown" for found in means.values())
+    speeds = means[_OURS].values()
+    yield f"On two CPU cores, steps of {len(rows)} models are {ours} times as fast as eager PyTorch's in the geometric"
+    yield f"mean ({min(speeds):.2f} to {max(speeds):.2f}); {loops} with compiled loops; {module} with `ORTModule`."
 
 
 def _means(version: str, results: Mapping[str, Any]) -> Iterator[str]:

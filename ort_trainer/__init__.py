@@ -1,4 +1,4 @@
-"""Train PyTorch models on ONNX Runtime behind the interface of the legacy ``ORTTrainer``."""
+"""Trains PyTorch and ONNX models behind the interface of ONNX Runtime's legacy ``ORTTrainer``."""
 
 import importlib
 from typing import TYPE_CHECKING, Any

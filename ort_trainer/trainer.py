@@ -46,7 +46,7 @@ _NO_COPY = (
 
 
 class ORTTrainer:
-    """Trains a PyTorch model on ONNX Runtime.
+    """Trains a PyTorch model or an ONNX model, one graph a step.
 
     The first :meth:`train_step` (or :meth:`prepare`) exports PyTorch's own forward and backward pass as one ONNX
     graph. The trainer trains the model's own parameters and buffers: the model is current after every step, and changes
@@ -55,8 +55,8 @@ class ORTTrainer:
     Args:
         model: The model. With ``loss_fn`` it returns the prediction; without it, the loss is one of its outputs. Either
             a PyTorch module, or an ONNX model: a ``ModelProto``, which is not changed, or the path of a file, with or
-            without external data. ONNX models need onnxruntime-training; all their floating-point initializers are
-            trained except those in ``utils.frozen_weights``.
+            without external data; all its floating-point initializers are trained except those in
+            ``utils.frozen_weights``.
         model_desc: ``{"inputs": [(name, shape), ...], "outputs": [(name, shape[, is_loss]), ...]}``. A shape lists
             sizes; a str in it names a dimension whose size may change from step to step. Inputs are named like the
             arguments of ``model.forward``; with ``loss_fn`` the last input is the label, whose name is free, unless
