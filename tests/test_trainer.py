@@ -143,7 +143,7 @@ class NoForwardName(nn.Module):
         ),
         ({"loss_fn": 3}, TypeError, "loss_fn must be a function"),
         ({"loss_fn": lambda p: p}, TypeError, r"loss_fn must take two arguments, \(prediction, label\)"),
-        ({"options": {}}, TypeError, "options must be ORTTrainerOptions"),
+        ({"options": 3}, TypeError, "options must be ORTTrainerOptions, a dict"),
         (
             {"model": NoForwardName()},
             ValueError,

@@ -17,7 +17,7 @@ from ..core.errors import shown
 from ..distributed import launch
 from ..export import loss_function
 from ..optim import AdamConfig, OptimizerConfig, SGDConfig
-from ..options import ORTTrainerOptions
+from ..options import OptionsDict, ORTTrainerOptions
 from .kinds import LossType, OptimType
 
 __all__ = ["generate_artifacts"]
@@ -47,7 +47,7 @@ def generate_artifacts(
     *,
     model_desc: Mapping[str, Any] | str = "auto",
     sample_batch: Any = None,
-    options: ORTTrainerOptions | Mapping[str, Any] | None = None,
+    options: ORTTrainerOptions | OptionsDict | None = None,
     flavor: str = "ort_trainer",
     memory_budget: int | str | None = None,
     quantize_frozen: str | None = None,
@@ -143,7 +143,7 @@ def generate_artifacts(
             "given"
         )
     frozen = _frozen(made.parameters, requires_grad, frozen_params)
-    options = options if isinstance(options, ORTTrainerOptions) else ORTTrainerOptions(options)
+    options = ORTTrainerOptions.of(options)
     idle = {*frozen, *_frozen_before(made.model), *options.utils.frozen_weights}
     config, notes = _config(optimizer), dict[str, str]()
 

@@ -112,7 +112,7 @@ class ORTTrainerOptions(ort_trainer.ORTTrainerOptions):
     @property
     def _validated_opts(self) -> dict[str, Any]:
         """Legacy's settings with its defaults, and newer ones that were given, as a new nested dict."""
-        document = self.to_dict()
+        document: Any = self.to_dict()
         for path in _NEW:
             section, _, key = path.partition(".")
             if key not in self._original_opts.get(section, {}):
@@ -122,7 +122,7 @@ class ORTTrainerOptions(ort_trainer.ORTTrainerOptions):
         casts["strategy"] = None if casts["strategy"] is None else getattr(kinds, casts["strategy"])
         if not self.is_given("_internal_use.onnx_opset_version"):
             document["_internal_use"]["onnx_opset_version"] = _LEGACY_OPSET
-        return document
+        return document  # type: ignore[no-any-return]
 
 
 Kinds = tuple[tuple[type[Exception] | tuple[type[Exception], ...], type[Exception]], ...]

@@ -124,7 +124,8 @@ class ModelDescription:
             )
         validator = _DescriptionValidator(load_schema("model_desc"))
         if not validator.validate(dict(model_desc)):
-            errors = "; ".join(f"{path}: {message}" for path, message in flatten_errors(validator.errors))
+            found = flatten_errors(validator.errors)
+            errors = "; ".join(f"{'.'.join(map(str, path))}: {message}" for path, message in found)
             raise ValueError(f"Invalid model_desc: {errors}")
         self.inputs = tuple(InputDescription(name, _Shape(shape)) for name, shape in model_desc["inputs"])
         self.outputs = tuple(OutputDescription(e[0], _Shape(e[1]), len(e) == 3 and e[2]) for e in model_desc["outputs"])
