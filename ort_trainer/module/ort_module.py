@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..core.errors import shown
+from ..core.errors import was_given
 from ..options import OptionsDict, ORTTrainerOptions
 from .fallback import AT_RUN_TIME, Fallback, NoGraphError, foreign_context, is_running, policy_of
 from .forward import Graphed, Outer, graphed_in, rebound
@@ -248,7 +248,7 @@ def _special(name: str) -> Callable[..., Any]:
 
 def _check(module: Any) -> None:
     if not isinstance(module, nn.Module):
-        raise TypeError(f"module must be a torch.nn.Module, but {shown(module)} was given")
+        raise TypeError(f"module must be a torch.nn.Module, but {was_given(module)}")
     kind = type(module).__name__
     if isinstance(module, ORTModule):
         raise TypeError("module is an ORTModule already")
