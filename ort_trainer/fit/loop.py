@@ -198,8 +198,10 @@ class _Fit:
             if self.consensus.pressed:
                 break
             batch = _moved(given, self.device)
-            loss, outputs = _split(trainer, trainer.eval_step(_inputs(batch, trainer)))
             size = _samples(batch)
+            if not size:
+                continue
+            loss, outputs = _split(trainer, trainer.eval_step(_inputs(batch, trainer)))
             total, count = total + loss * size, count + size
             if len(self.metrics):
                 if not outputs:

@@ -45,6 +45,8 @@ class Batch(dict[str, torch.Tensor]):
     def extremes(self, name: str, ignored: int | None) -> tuple[int, int]:
         """Returns the lowest and highest value, computed on the tensor's device; ignored values are taken as 0."""
         values = self[name]
+        if not values.numel():
+            return 0, 0
         lowest, highest = torch.aminmax(values)
         found = int(lowest.item()), int(highest.item())
         if ignored is not None and ignored in found:
@@ -197,7 +199,7 @@ def check_batch(
 
     Raises:
         TypeError: If a tensor has the wrong dtype.
-        ValueError: If a tensor has the wrong shape, is empty, or is on another device; or if two inputs give one
+        ValueError: If a tensor has the wrong shape, or is on another device; or if two inputs give one
             symbolic dimension different sizes.
     """
     sizes: dict[str, tuple[int, str]] = {}
@@ -221,8 +223,6 @@ def _check(
             f"{len(described)}: {described}"
         )
     for axis, (size, expected) in enumerate(zip(shape, described, strict=True)):
-        if size == 0:
-            raise ValueError(f"input {entry.name!r} is empty: its shape is {shape}. Skip empty batches")
         if isinstance(expected, int):
             if size != expected:
                 raise ValueError(
