@@ -32,11 +32,13 @@ ignore_missing_imports = True
 follow_imports = silent
 [mypy-torch]
 follow_imports = silent
-[mypy-torch.*,numpy.*,onnx.*,onnx_ir.*,onnxruntime.*,onnxscript.*,networkx.*,sympy.*]
+[mypy-torch.*,onnx.*,onnx_ir.*,onnxruntime.*,onnxscript.*,networkx.*,sympy.*]
 follow_imports = skip
 """
 HEAD = """
+import numpy as np
 import torch
+from ort_trainer.api import Module
 from ort_trainer import ORTModule, ORTTrainer, ORTTrainerOptions, optim
 from ort_trainer.artifacts import generate_artifacts
 from ort_trainer import CheckpointManager
@@ -44,6 +46,7 @@ from ort_trainer.fit import Callback, FitState
 from ort_trainer.options import OptionsDict
 options = ORTTrainerOptions()
 trainer: ORTTrainer
+artifacts: Module
 module: torch.nn.Module
 x = torch.zeros(2)
 """
@@ -67,6 +70,7 @@ steps: int = options.batch.gradient_accumulation_steps
 names: tuple[str, ...] = options.utils.frozen_weights
 path: str = options.debug.graph_save_paths.model_with_gradient_graph_path
 loss, logits = trainer.train_step(x)
+error: float = artifacts(np.zeros(2)).item() + artifacts(np.zeros(2), np.zeros(2))[0]
 loss.item() + trainer.eval_step(x).item() + trainer.train_step(x)[0].item()
 class Shows(Callback):
     def on_fit_end(self, state: FitState, trainer: ORTTrainer) -> None:
@@ -86,6 +90,7 @@ BAD = {
     "ORTTrainer(module, {}, optim.SGDConfig(), None, {'device': {'id': 3}})": 'Argument 5 to "ORTTrainer" has',
     "ORTModule(module, {'util': {}})": 'Argument 2 to "ORTModule" has incompatible type',
     "generate_artifacts(module, options={'batch': {'size': 2}})": 'Argument "options" to "generate_artifacts" has',
+    "artifacts(np.zeros(2)).itm()": 'has no attribute "itm"',
     "trainer.train_step(x).itm()": '"Tensor" of "Tensor | Any" has no attribute "itm"',
 }
 
