@@ -17,7 +17,7 @@ from ..optim import LRScheduler
 from .checks import conflicts, idle, respelled
 from .explain import explained
 from .schema import SchemaValidator, beyond_default, flatten_errors, leaves, load_schema
-from .section import Section
+from .section import Section, thawed
 from .sections import Options, OptionsDict
 
 __all__ = ["ORTTrainerOptions"]
@@ -150,6 +150,16 @@ class ORTTrainerOptions(Options):
 
     def changed(self, changes: Mapping[str, Mapping[str, Any]]) -> ORTTrainerOptions:
         """Returns options with other values in some sections, validated again."""
+        given = self._given_values()
+        for name, values in changes.items():
+            given[name] = {**given.get(name, {}), **values}
+        return type(self)(given)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self._given_values(),)
+
+    def _given_values(self) -> Any:
+        """Returns the options that the user gave, as a new dict."""
         given: Any = {}
         for path in sorted(self._given):
             *sections, key = path.split(".")
@@ -161,10 +171,8 @@ class ORTTrainerOptions(Options):
                 inner = given
                 for name in sections:
                     inner = inner.setdefault(name, {})
-                inner[key] = value
-        for name, values in changes.items():
-            given[name] = {**given.get(name, {}), **values}
-        return type(self)(given)
+                inner[key] = thawed(value)
+        return given
 
     def to_dict(self) -> OptionsDict:  # type: ignore[override] # a more exact type of the same dict
         """Returns all settings, including defaults, as new nested dicts and lists."""

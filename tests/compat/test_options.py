@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,16 @@ def test_attributes_that_old_scripts_read() -> None:
     assert ORTTrainerOptions()._original_opts == {}
     with pytest.raises(TypeError, match="options must be ORTTrainerOptions, a dict"):
         ORTTrainerOptions(3)  # type: ignore[arg-type]
+
+
+def test_options_are_read_by_documented_names_and_as_lists() -> None:
+    options = ORTTrainerOptions({"gelu_recompute": True, "utils": {"frozen_weights": ["a"]}})
+    for found in (options, options.showing({"distributed": {"world_size": 2}}), pickle.loads(pickle.dumps(options))):
+        assert found.gelu_recompute is True and found.utils.frozen_weights == ["a"] != ["b"]
+        casts = found.graph_transformer.propagate_cast_ops_config
+        assert casts.strategy == PropagateCastOpsStrategy.FLOOD_FILL != PropagateCastOpsStrategy.NONE
+        assert casts.propagate_cast_ops_strategy == "FLOOD_FILL" and casts.allow_layer_norm_mod_precision is False
+    assert "gelu_recompute" not in options.to_dict()
 
 
 def paths(options: dict[str, Any]) -> Iterator[str]:

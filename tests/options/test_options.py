@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 import enum
+import pickle
 import re
 from pathlib import Path
 
@@ -221,6 +222,14 @@ def test_objects_of_pytorch_and_paths_are_values() -> None:
     )
     assert (options.device.id, options.utils.moments) == ("cuda:1", "bfloat16")
     assert options.debug.graph_save_paths.model_with_gradient_graph_path == "graph.onnx"
+
+
+def test_pickles() -> None:
+    given = {"utils": {"frozen_weights": ["a"]}, "provider_options": {"DnnlExecutionProvider": {"x": "1"}}, "batch": {}}
+    options = ORTTrainerOptions(given)
+    found = pickle.loads(pickle.dumps(options))
+    assert found == options and found.is_given("utils.frozen_weights") and not found.is_given("utils.kernels")
+    assert pickle.loads(pickle.dumps(options.distributed)) == options.distributed
 
 
 def test_all_errors_are_reported_together() -> None:
