@@ -110,10 +110,12 @@ def _drawn(title: str, rows: Bars, line: str = "") -> str:
         middle = top + (_BAR + 1) * len(group) / 2 + 4
         drawn.append(f'<text x="{_LEFT - 10}" y="{middle:.0f}" text-anchor="end" font-size="12">{escape(label)}</text>')
         for name, length in group.items():
-            end = _LEFT + length * unit
+            width = length * unit
+            # In the bar, where no line can cross it, if the bar is long enough.
+            at, ink = (_LEFT + 4, "#fff") if width > 40 else (_LEFT + width + 5, _TEXT)
             drawn.append(
-                f'<rect x="{_LEFT}" y="{top}" width="{length * unit:.0f}" height="{_BAR}" fill="{used[name][1]}"/>'
-                f'<text x="{end + 5:.0f}" y="{top + _BAR - 1}" font-size="10">{length:.2f}</text>'
+                f'<rect x="{_LEFT}" y="{top}" width="{width:.0f}" height="{_BAR}" fill="{used[name][1]}"/>'
+                f'<text x="{at:.0f}" y="{top + _BAR - 2}" font-size="10" fill="{ink}">{length:.2f}</text>'
             )
             top += _BAR + 1
         top += _SPACE
