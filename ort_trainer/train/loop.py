@@ -440,7 +440,8 @@ class TrainingLoop:
                     raise
             if transaction is not None:
                 transaction.undo()
-            names = [output.name for output in plan.outputs if output.name not in plan.runner.step.assumptions]
+            own = {*plan.runner.step.assumptions, *plan.runner.step.left}
+            names = [output.name for output in plan.outputs if output.name not in own]
             count = len(executor.graphs(training))
             plan = self.graphs.plan(executor, batch, training, names, backward, refused)
             is_new = len(executor.graphs(training)) > count

@@ -43,6 +43,7 @@ CHECKPOINT = "ort_trainer_checkpoint"
 
 _OF_OPERATORS = "GeneratedBackwardFor_"
 _TORCH = str(Path(torch.__file__).parent)
+_OURS = str(Path(__file__).parents[2])
 # Model code within torch: batch norm in training, for example, refuses a single value per channel.
 _TORCH_MODELS = str(Path(torch.nn.__file__).parent)
 _COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
@@ -129,6 +130,7 @@ def capture(
         capturing(module, autocast),
         _watch_autograd() as custom_backward,
         _watch_small_sizes() as least,
+        _fixing_sizes_that_are_told(),
         _marked_checkpoints(),
         users_lines_of_conditions(),
         _without_drawing_outside_torch(type(module.model).__name__),
@@ -243,6 +245,28 @@ def _watch_small_sizes() -> Iterator[dict[sympy.Symbol, int]]:
         for name in _COMPARISONS:
             stack.enter_context(mock.patch.object(torch.SymInt, name, watched(name)))
         yield least
+
+
+@contextlib.contextmanager
+def _fixing_sizes_that_are_told() -> Iterator[None]:
+    """Fixes a size that the model writes into a text or looks up in a dict or a set: no graph does that for others."""
+
+    def told(name: str) -> Callable[..., Any]:
+        original = getattr(torch.SymInt, name)
+
+        def method(self: Any, *args: Any) -> Any:
+            # What is looked up is looked up again when the run's changes are noted.
+            others = _TORCH if name == "__hash__" else (_TORCH, _OURS)
+            if sys._getframe(1).f_code.co_filename.startswith(others):
+                return original(self, *args)
+            return getattr(int(self), name)(*args)
+
+        return method
+
+    with contextlib.ExitStack() as stack:
+        for name in ("__hash__", "__repr__", "__str__", "__format__"):
+            stack.enter_context(mock.patch.object(torch.SymInt, name, told(name)))
+        yield
 
 
 @contextlib.contextmanager

@@ -148,6 +148,12 @@ class _Exporter:
     def _noted(self, made: Export) -> Export:
         """Adds what was noted during the capture: also of a cached graph, which another model may have left."""
         recorder = self._module.recorder
+        for name, (tensor, _) in recorder.outside().items() if made.backward else ():
+            if name in made.step.state and tensor.requires_grad:
+                raise ExportError(
+                    f"forward() of {type(self._step.model).__name__} reads {name!r}, a tensor outside parameters and "
+                    "inputs that requires grad, which a graph computes for these alone: make it a parameter or an input"
+                )
         read = tuple(name for name, part in self._module.named_modules() if id(part) in recorder.modes)
         notes = recorder.notes(made.step.state).to_json() if self._step.carries else None
         return dataclasses.replace(made, modes_read=read, notes=notes)

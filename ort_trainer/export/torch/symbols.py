@@ -115,7 +115,7 @@ class SymbolNames:
         if not named.free_symbols:
             return int(bool(named)) if named.is_Boolean else int(named)  # type: ignore[call-overload, no-any-return]
         try:
-            text = str(PythonPrinter().doprint(named))
+            text = str(PythonPrinter().doprint(named)).replace("torch.sym_float(", "float(")
             evaluate(text, self._sizes)  # checks that it can be read back
         except (NotImplementedError, AttributeError, KeyError, ValueError, ZeroDivisionError):
             return None

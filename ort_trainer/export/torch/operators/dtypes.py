@@ -90,6 +90,21 @@ decomposition(aten.add.Tensor)(_scaled(aten.add.Tensor))
 decomposition(aten.sub.Tensor)(_scaled(aten.sub.Tensor))
 
 
+def _with_a_size(operator: Any) -> Callable[..., Any]:
+    def with_a_size(input: torch.Tensor, other: Any, *alpha: Any) -> Any:
+        """Makes a number that is computed from sizes, as in the gradient of a variance, a tensor."""
+        if not isinstance(other, (torch.SymInt, torch.SymFloat)):
+            return NotImplemented
+        dtype = input.dtype if input.is_floating_point() or isinstance(other, torch.SymInt) else None
+        return operator(input, aten.scalar_tensor.default(other, dtype=dtype), *alpha)
+
+    return with_a_size
+
+
+for _packet in (aten.add, aten.sub, aten.mul, aten.div):
+    decomposition(_packet.Scalar)(_with_a_size(_packet.Tensor))
+
+
 @decomposition(aten.pow.Tensor_Scalar)
 def _power(input: torch.Tensor, exponent: float) -> Any:
     """Makes the exponent a tensor for doubles: torch.onnx would round it to fp32."""

@@ -6,20 +6,29 @@ import contextlib
 import contextvars
 import copy
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import numpy
 import torch
 from torch import nn
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from .containers import CHANGEABLE, copied, has_same_parts, refill
 from .generators import has_drawn, name_of, put_back, state_of
 from .places import MISSING, Place, Step, described
 from .values import frozen
 
-__all__ = ["BACKWARD_HOOKS", "GLOBAL_HOOKS", "HOOKS", "OF_EVERY_MODULE", "Change", "Copies", "in_cell"]
+__all__ = [
+    "BACKWARD_HOOKS",
+    "GLOBAL_HOOKS",
+    "HOOKS",
+    "OF_EVERY_MODULE",
+    "Change",
+    "Copies",
+    "WritesToParameters",
+    "in_cell",
+]
 
 OF_EVERY_MODULE = frozenset(nn.Module().__dict__) | frozenset(
     {"_call_impl", "_wrapped_call_impl", "_compiled_call_impl", "_flat_weights", "_flat_weight_refs"}
@@ -101,9 +110,9 @@ class Copies:
         elif memoryview(value).nbytes <= _LARGEST:
             self._memories[id(value)] = place, value, copy.copy(value)
 
-    def add_tensor(self, value: torch.Tensor) -> None:
-        """Copies a tensor from outside; not one too large to be a state."""
-        if value.layout is torch.strided and value.nbytes <= _LARGEST and id(value) not in self._tensors:
+    def add_tensor(self, value: torch.Tensor, at_most: int = _LARGEST) -> None:
+        """Copies a tensor, unless it has more than so many bytes, so that it is no state."""
+        if value.layout is torch.strided and value.nbytes <= at_most and id(value) not in self._tensors:
             with _untraced():
                 self._tensors[id(value)] = value, value.detach().clone()
 
@@ -195,6 +204,30 @@ class Copies:
         for now, before in (*self._parts, *self._hooks):
             if not has_same_parts(now, before):
                 refill(now, before)
+
+
+class WritesToParameters(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Copies each parameter before a run that is not traced changes it in place, for example through ``.data``.
+
+    Args:
+        parameters: The parameters.
+        copies: Take the copies, and put them back.
+    """
+
+    def __init__(self, parameters: Iterable[torch.Tensor], copies: Copies) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._parameters = {parameter.data_ptr(): parameter for parameter in parameters if parameter.numel()}
+        self._copies = copies
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs an operator."""
+        if operator._schema.is_mutable:
+            for argument, value in zip(operator._schema.arguments, args, strict=False):
+                if argument.is_write and isinstance(value, torch.Tensor):
+                    changed = self._parameters.get(value.untyped_storage().data_ptr())
+                    if changed is not None:
+                        self._copies.add_tensor(changed, at_most=changed.nbytes)
+        return operator(*args, **(kwargs or {}))
 
 
 @contextlib.contextmanager

@@ -77,6 +77,8 @@ def encode(value: Any, tensors: list[torch.Tensor], known: Mapping[int, Place]) 
             tensors.append(value)
         return ["tensor", next(at for at, other in enumerate(tensors) if other is value)]
     if isinstance(value, (torch.SymInt, torch.SymFloat)):
+        if isinstance(value, torch.SymInt) and value.node.maybe_as_int() is not None:  # one that is fixed
+            return ["plain", int(value)]
         dtype = torch.int64 if isinstance(value, torch.SymInt) else torch.float64
         tensors.append(torch.scalar_tensor(value, dtype=dtype))  # type: ignore[arg-type]
         return ["number", len(tensors) - 1]
@@ -97,7 +99,8 @@ def encode(value: Any, tensors: list[torch.Tensor], known: Mapping[int, Place]) 
     if isinstance(value, type):
         return ["class", *_path_of(value)]
     if isinstance(value, enum.Enum):
-        return ["enum", *_path_of(type(value)), value.name]
+        is_member = value.name in type(value).__members__  # not so a combination of flags
+        return ["enum", *_path_of(type(value)), value.name if is_member else value.value]
     if hasattr(type(value), "n_sequence_fields"):  # what torch.max and others return
         return ["sequence", *_path_of(type(value)), [encode(part, tensors, known) for part in value]]
     if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -152,7 +155,7 @@ def decode(code: Code, tensors: Sequence[torch.Tensor], root: Any) -> Any:
     if kind == "class":
         return which
     if kind == "enum":
-        return which[rest[2]]
+        return which[rest[2]] if isinstance(rest[2], str) else which(rest[2])
     if kind == "named":
         return which(*(decode(part, tensors, root) for part in rest[2]))
     if kind == "sequence":

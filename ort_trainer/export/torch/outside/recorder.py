@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import enum
 import functools
 import inspect
 import io
@@ -25,9 +26,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses import FakeTensor
 
 from ....core.errors import ExportError
-from .changes import HOOKS, OF_EVERY_MODULE, Copies, in_cell
+from .changes import HOOKS, OF_EVERY_MODULE, Copies, WritesToParameters, in_cell
 from .code import LIBRARIES, globals_of, imports_of, is_users, names_of
 from .containers import copied, has_same_parts
 from .generators import is_generator
@@ -132,6 +134,7 @@ class Recorder:
         self._begun_with: dict[Place, Any] = {}
         self._settled: dict[Place, Any] = {}
         self._values: set[Place] = set()
+        self._listed: set[Place] = set()
         self._foreign: set[int] = set()
         self.aliases: dict[tuple[Place, Place], None] = {}
         self._of_classes: set[tuple[int, str]] = set()
@@ -167,7 +170,10 @@ class Recorder:
                 self._record((Step("get", "arguments"), Step("key", name)), value)
             if not isinstance(self._root.loss_fn, nn.Module):
                 self._meet(self._root.loss_fn, (Step("get", "loss_fn"),))
-            yield
+            parameters = [*self._root.model.parameters()]
+            is_traced = any(isinstance(parameter, FakeTensor) for parameter in parameters)
+            with contextlib.nullcontext() if is_traced else WritesToParameters(parameters, self._copies):
+                yield
         finally:
             for kind, own in self._classes.items():
                 _unwatch(kind, own)
@@ -350,6 +356,7 @@ class Recorder:
             fixed += [part for part in parts if part not in numbers or part in self.uses.fixed]
         kinds += [(["same", *pair], True) for pair in self.aliases]
         kinds += [(["values", place], None) for place in self._values]
+        kinds += [(["keys", place], None) for place in self._listed]
         scalars = {text_of(e): (e, str(tensor.dtype)) for e, tensor in self.uses.scalars}
         return Notes(
             reads=tuple(fixed),
@@ -546,7 +553,7 @@ class Recorder:
     def _users_bases(self, kind: type, place: Place) -> Iterator[tuple[type, Place]]:
         """Yields the classes of a user or a library from which a class inherits, itself included, each at one place."""
         for at, base in enumerate(kind.__mro__):
-            if is_users(base.__module__):
+            if is_users(base.__module__) and not issubclass(base, enum.Enum):  # which keeps combinations of flags
                 yield (
                     base,
                     self._places_of_classes.setdefault(id(base), (*place, Step("get", "__mro__"), Step("item", at))),
@@ -590,6 +597,7 @@ class Recorder:
             values = None
         of_type = of_class(type(owner), name)
         if name == "__dict__":
+            self._listed.add((*place, Step("get", name)))
             for key, entry in list(values.items()):
                 if key in OF_EVERY_MODULE:
                     continue
