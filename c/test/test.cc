@@ -178,6 +178,27 @@ void MovesParameters(const Case& given) {
   }
 }
 
+void OpensBytesAndFollowsSeeds(const Ort::Env& env, const Case& given) {
+  const std::vector<std::string> inputs = {"image", "words", "label"}, outputs = {"loss", "logits"};
+  const auto loss = [&](int64_t seed) {
+    auto state = Ort::CheckpointState::LoadCheckpointFromBuffer(Contents(given.path("checkpoint")));
+    Ort::TrainingSession session(env, Ort::SessionOptions(), state, Contents(given.path("training_model.onnx")),
+                                 Contents(given.path("eval_model.onnx")), Contents(given.path("optimizer_model.onnx")));
+    for (const bool training : {true, false}) {
+      Expect(session.InputNames(training) == inputs && session.OutputNames(training) == outputs, "names");
+    }
+    Ort::SetSeed(seed);
+    return Case::Loss(session.TrainStep(Batch(given.Inputs(0)).tensors));
+  };
+  Expect(loss(3) == loss(3) && loss(3) != loss(4), "dropout does not follow the seed");
+
+  auto state = given.State("checkpoint");
+  auto weight = state.GetParameter("embedding.weight");
+  *weight.GetTensorMutableData<float>() = 7;
+  state.UpdateParameter("embedding.weight", weight);
+  Expect(*state.GetParameter("embedding.weight").GetTensorMutableData<float>() == 7, "a parameter is not changed");
+}
+
 void FollowsSchedules(const Case& given) {
   auto state = given.State("checkpoint");
   auto session = given.Session(state);
@@ -294,6 +315,7 @@ int main(int argc, char** argv) {
   const Case net(env, folder / "net"), linear(env, folder / "linear");
   run("damage is found", [&] { FindsDamage(linear); });
   run("properties are kept", [&] { KeepsProperties(net); });
+  run("bytes are opened, and seeds followed", [&] { OpensBytesAndFollowsSeeds(env, net); });
   run("schedules are followed", [&] { FollowsSchedules(linear); });
   run("objects have one owner", [&] { OwnsItsObjects(linear); });
   run("artifacts of onnxruntime-training are refused", [&] { RefusesForeignArtifacts(env, linear); });
