@@ -14,8 +14,8 @@ extern "C" {
 #endif
 #define ORT_ENTRY(name) OrtStatus* (*name)
 
-// All entries below were there in version 1; GetApi() returns NULL from a library that lacks the version asked for.
-// 19 is the oldest that runs the artifacts.
+// GetApi() returns NULL from a library that lacks the version asked for. 19 is the oldest that runs the artifacts, and has
+// all entries below.
 #define ORT_API_VERSION 19
 #define ORTCHAR_T char
 
@@ -28,6 +28,7 @@ typedef struct OrtRunOptions OrtRunOptions;
 typedef struct OrtTensorTypeAndShapeInfo OrtTensorTypeAndShapeInfo;
 typedef struct OrtSessionOptions OrtSessionOptions;
 typedef struct OrtAllocator OrtAllocator;
+typedef struct OrtTrainingApi OrtTrainingApi;
 
 typedef enum OrtLoggingLevel { ORT_LOGGING_LEVEL_WARNING = 2 } OrtLoggingLevel;
 typedef enum OrtAllocatorType { OrtDeviceAllocator = 0, OrtArenaAllocator = 1 } OrtAllocatorType;
@@ -102,6 +103,8 @@ typedef struct OrtApi {
   void* others_97[2];
   void (*ReleaseTensorTypeAndShapeInfo)(OrtTensorTypeAndShapeInfo*);  // 99
   void (*ReleaseSessionOptions)(OrtSessionOptions*);
+  void* others_101[118];
+  const OrtTrainingApi* (*GetTrainingApi)(uint32_t version);  // 219
 } OrtApi;
 
 typedef struct OrtApiBase {
@@ -112,6 +115,6 @@ typedef struct OrtApiBase {
 const OrtApiBase* OrtGetApiBase(void);
 
 #ifdef __cplusplus
-static_assert(offsetof(OrtApi, ReleaseSessionOptions) == 100 * sizeof(void*), "an entry is not at its place");
+static_assert(offsetof(OrtApi, GetTrainingApi) == 219 * sizeof(void*), "an entry is not at its place");
 }
 #endif

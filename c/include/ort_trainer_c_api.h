@@ -1,9 +1,9 @@
 // Trains the artifacts of ort_trainer on a stock ONNX Runtime, with the functions of its former training API.
 //
-// The names and signatures are those of onnxruntime_training_c_api.h; include this header in its place.
+// The names and signatures are those of ONNX Runtime's onnxruntime_training_c_api.h, a name that includes this header.
 //
 //     const OrtApi* api = OrtGetApiBase()->GetApi(ORT_API_VERSION);
-//     const OrtTrainingApi* training = OrtTrainerGetApi(api);  // where it was api->GetTrainingApi(ORT_API_VERSION)
+//     const OrtTrainingApi* training = api->GetTrainingApi(ORT_API_VERSION);
 //
 // A function returns NULL, or a status with an error, which the caller releases; nothing has changed then, unless the
 // engine fails in the middle of an OptimizerStep. Texts are UTF-8. Calls on one state take turns.
@@ -105,6 +105,12 @@ typedef struct OrtTrainingApi OrtTrainingApi;
 
 // Returns the functions, which call ONNX Runtime through `api`; NULL if that is NULL, as it is for an older library.
 const OrtTrainingApi* OrtTrainerGetApi(const OrtApi* api);
+
+// A stock ONNX Runtime's GetTrainingApi() returns NULL. With this macro, programs get a copy of its table, in which it
+// returns the functions above.
+#define OrtGetApiBase() OrtTrainerGetApiBase(OrtGetApiBase(), ORT_API_VERSION, sizeof(OrtApi))
+// Takes the version of the program's headers, and the size of their table.
+const OrtApiBase* OrtTrainerGetApiBase(const OrtApiBase* base, uint32_t version, size_t size);
 
 #ifdef __cplusplus
 }

@@ -1,8 +1,8 @@
 // The C++ classes of ONNX Runtime's former training API, over ort_trainer_c_api.h; header only.
 //
-// Ort::CheckpointState and Ort::TrainingSession are those of onnxruntime_training_cxx_api.h. Ort::Env,
-// Ort::SessionOptions, Ort::Value and Ort::Exception come from ONNX Runtime's own header if it is in the path; otherwise
-// this one has what the two classes need of them.
+// Ort::CheckpointState and Ort::TrainingSession are those of ONNX Runtime's onnxruntime_training_cxx_api.h, a name that
+// includes this header. Ort::Env, Ort::SessionOptions, Ort::Value and Ort::Exception come from ONNX Runtime's own header
+// if it is in the path; otherwise this one has what the two classes need of them.
 #pragma once
 
 #include <cstdint>
@@ -14,11 +14,11 @@
 #include <variant>
 #include <vector>
 
-#include "ort_trainer_c_api.h"
-
 #if __has_include(<onnxruntime_cxx_api.h>)
-#include <onnxruntime_cxx_api.h>
+#include <onnxruntime_cxx_api.h>  // before the macro OrtGetApiBase(), which would change an inline variable of it
+#include "ort_trainer_c_api.h"
 #else
+#include "ort_trainer_c_api.h"
 
 namespace Ort {
 
@@ -45,44 +45,52 @@ inline void ThrowOnError(OrtStatus* status) {
 
 namespace detail {
 
+inline void OrtRelease(OrtEnv* env) { GetApi().ReleaseEnv(env); }
+inline void OrtRelease(OrtSessionOptions* options) { GetApi().ReleaseSessionOptions(options); }
+inline void OrtRelease(OrtMemoryInfo* info) { GetApi().ReleaseMemoryInfo(info); }
+inline void OrtRelease(OrtValue* value) { GetApi().ReleaseValue(value); }
+
 // Owns an object of the C API.
-template <typename T, void (*OrtApi::*Function)(T*)>
+template <typename T>
 class Base {
  public:
-  explicit Base(T* p) noexcept : p_(p) {}
+  using contained_type = T;
+
+  constexpr Base() = default;
+  constexpr explicit Base(contained_type* p) noexcept : p_(p) {}
   Base(const Base&) = delete;
   Base& operator=(const Base&) = delete;
   Base(Base&& other) noexcept : p_(other.release()) {}
   Base& operator=(Base&& other) noexcept {
-    std::swap(p_, other.p_);
+    OrtRelease(std::exchange(p_, other.release()));
     return *this;
   }
-  ~Base() { (GetApi().*Function)(p_); }
+  ~Base() { OrtRelease(p_); }
 
-  operator T*() const noexcept { return p_; }
-  T* release() noexcept { return std::exchange(p_, nullptr); }
+  constexpr operator contained_type*() const noexcept { return p_; }
+  contained_type* release() noexcept { return std::exchange(p_, nullptr); }
 
  protected:
-  T* p_;
+  contained_type* p_ = nullptr;
 };
 
 }  // namespace detail
 
-struct Env : detail::Base<OrtEnv, &OrtApi::ReleaseEnv> {
-  explicit Env(OrtLoggingLevel level = ORT_LOGGING_LEVEL_WARNING, const char* log_id = "") : Base(nullptr) {
+struct Env : detail::Base<OrtEnv> {
+  explicit Env(OrtLoggingLevel level = ORT_LOGGING_LEVEL_WARNING, const char* log_id = "") {
     ThrowOnError(GetApi().CreateEnv(level, log_id, &p_));
   }
 };
 
-struct SessionOptions : detail::Base<OrtSessionOptions, &OrtApi::ReleaseSessionOptions> {
-  SessionOptions() : Base(nullptr) { ThrowOnError(GetApi().CreateSessionOptions(&p_)); }
+struct SessionOptions : detail::Base<OrtSessionOptions> {
+  SessionOptions() { ThrowOnError(GetApi().CreateSessionOptions(&p_)); }
   SessionOptions& SetIntraOpNumThreads(int threads) {
     ThrowOnError(GetApi().SetIntraOpNumThreads(p_, threads));
     return *this;
   }
 };
 
-struct MemoryInfo : detail::Base<OrtMemoryInfo, &OrtApi::ReleaseMemoryInfo> {
+struct MemoryInfo : detail::Base<OrtMemoryInfo> {
   static MemoryInfo CreateCpu(OrtAllocatorType type, OrtMemType memory) {
     OrtMemoryInfo* made = nullptr;
     ThrowOnError(GetApi().CreateCpuMemoryInfo(type, memory, &made));
@@ -103,8 +111,8 @@ inline constexpr ONNXTensorElementDataType kElementType =
     : std::is_same_v<T, bool>         ? ONNX_TENSOR_ELEMENT_DATA_TYPE_BOOL
                                       : ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED;
 
-struct Value : detail::Base<OrtValue, &OrtApi::ReleaseValue> {
-  explicit Value(std::nullptr_t) : Base(nullptr) {}
+struct Value : detail::Base<OrtValue> {
+  explicit Value(std::nullptr_t) {}
   explicit Value(OrtValue* value) : Base(value) {}
 
   // A tensor over the caller's memory, which must outlive it.
@@ -127,7 +135,6 @@ struct Value : detail::Base<OrtValue, &OrtApi::ReleaseValue> {
     ThrowOnError(GetApi().GetTensorMutableData(p_, &data));
     return static_cast<T*>(data);
   }
-
 };
 
 }  // namespace Ort
@@ -143,17 +150,27 @@ inline const OrtTrainingApi& GetTrainingApi() {
 
 inline void SetSeed(const int64_t seed) { ThrowOnError(GetTrainingApi().SetSeed(seed)); }
 
+}  // namespace Ort
+
+// Ort::detail::Base finds them by the types of the arguments, which are in the global namespace.
+inline void OrtRelease(OrtCheckpointState* state) { Ort::GetTrainingApi().ReleaseCheckpointState(state); }
+inline void OrtRelease(OrtTrainingSession* session) { Ort::GetTrainingApi().ReleaseTrainingSession(session); }
+
+namespace Ort {
+
 using Property = std::variant<int64_t, float, std::string>;
 
-class CheckpointState {
+class CheckpointState : public detail::Base<OrtCheckpointState> {
  public:
   static CheckpointState LoadCheckpoint(const std::string& path) {
-    return Loaded([&](OrtCheckpointState** out) { return GetTrainingApi().LoadCheckpoint(path.c_str(), out); });
+    CheckpointState state;
+    ThrowOnError(GetTrainingApi().LoadCheckpoint(path.c_str(), &state.p_));
+    return state;
   }
   static CheckpointState LoadCheckpointFromBuffer(const std::vector<uint8_t>& buffer) {
-    return Loaded([&](OrtCheckpointState** out) {
-      return GetTrainingApi().LoadCheckpointFromBuffer(buffer.data(), buffer.size(), out);
-    });
+    CheckpointState state;
+    ThrowOnError(GetTrainingApi().LoadCheckpointFromBuffer(buffer.data(), buffer.size(), &state.p_));
+    return state;
   }
   static void SaveCheckpoint(const CheckpointState& state, const std::string& path,
                              const bool include_optimizer_state = false) {
@@ -192,8 +209,6 @@ class CheckpointState {
     return Value(value);
   }
 
-  operator OrtCheckpointState*() const { return state_.get(); }
-
   static OrtAllocator* Allocator() {
     OrtAllocator* allocator = nullptr;
     ThrowOnError(GetApi().GetAllocatorWithDefaultOptions(&allocator));
@@ -201,41 +216,29 @@ class CheckpointState {
   }
 
  private:
-  explicit CheckpointState(OrtCheckpointState* state) : state_(state, GetTrainingApi().ReleaseCheckpointState) {}
-
-  template <typename Load>
-  static CheckpointState Loaded(Load load) {
-    OrtCheckpointState* state = nullptr;
-    ThrowOnError(load(&state));
-    return CheckpointState(state);
-  }
-
-  std::unique_ptr<OrtCheckpointState, void (*)(OrtCheckpointState*)> state_;
+  CheckpointState() = default;
 };
 
-class TrainingSession {
+class TrainingSession : public detail::Base<OrtTrainingSession> {
  public:
   TrainingSession(const Env& env, const SessionOptions& options, CheckpointState& state, const std::string& train_model_path,
                   const std::optional<std::string>& eval_model_path = std::nullopt,
-                  const std::optional<std::string>& optimizer_model_path = std::nullopt)
-      : TrainingSession(state) {
+                  const std::optional<std::string>& optimizer_model_path = std::nullopt) {
     const auto path = [](const std::optional<std::string>& given) { return given ? given->c_str() : nullptr; };
-    OrtTrainingSession* made = nullptr;
     ThrowOnError(GetTrainingApi().CreateTrainingSession(env, options, state, train_model_path.c_str(),
-                                                        path(eval_model_path), path(optimizer_model_path), &made));
-    session_.reset(made);
+                                                        path(eval_model_path), path(optimizer_model_path), &p_));
   }
 
   TrainingSession(const Env& env, const SessionOptions& options, CheckpointState& state,
                   const std::vector<uint8_t>& train_model_data, const std::vector<uint8_t>& eval_model_data = {},
-                  const std::vector<uint8_t>& optim_model_data = {})
-      : TrainingSession(state) {
-    OrtTrainingSession* made = nullptr;
+                  const std::vector<uint8_t>& optim_model_data = {}) {
     ThrowOnError(GetTrainingApi().CreateTrainingSessionFromBuffer(
         env, options, state, train_model_data.data(), train_model_data.size(), eval_model_data.data(),
-        eval_model_data.size(), optim_model_data.data(), optim_model_data.size(), &made));
-    session_.reset(made);
+        eval_model_data.size(), optim_model_data.data(), optim_model_data.size(), &p_));
   }
+
+  // The sample of ONNX Runtime's documentation calls ExportModelForInferencing() through it.
+  TrainingSession* operator->() { return this; }
 
   // Returns the outputs in the order of OutputNames(true).
   std::vector<Value> TrainStep(const std::vector<Value>& input_values) {
@@ -244,27 +247,27 @@ class TrainingSession {
   std::vector<Value> EvalStep(const std::vector<Value>& input_values) {
     return Run(GetTrainingApi().EvalStep, false, input_values);
   }
-  void LazyResetGrad() { ThrowOnError(GetTrainingApi().LazyResetGrad(session_.get())); }
-  void OptimizerStep() { ThrowOnError(GetTrainingApi().OptimizerStep(session_.get(), nullptr)); }
+  void LazyResetGrad() { ThrowOnError(GetTrainingApi().LazyResetGrad(p_)); }
+  void OptimizerStep() { ThrowOnError(GetTrainingApi().OptimizerStep(p_, nullptr)); }
 
   void SetLearningRate(float learning_rate) {
-    ThrowOnError(GetTrainingApi().SetLearningRate(session_.get(), learning_rate));
+    ThrowOnError(GetTrainingApi().SetLearningRate(p_, learning_rate));
   }
   float GetLearningRate() const {
     float rate = 0;
-    ThrowOnError(GetTrainingApi().GetLearningRate(session_.get(), &rate));
+    ThrowOnError(GetTrainingApi().GetLearningRate(p_, &rate));
     return rate;
   }
   void RegisterLinearLRScheduler(int64_t warmup_step_count, int64_t total_step_count, float initial_lr) {
-    ThrowOnError(GetTrainingApi().RegisterLinearLRScheduler(session_.get(), warmup_step_count, total_step_count, initial_lr));
+    ThrowOnError(GetTrainingApi().RegisterLinearLRScheduler(p_, warmup_step_count, total_step_count, initial_lr));
   }
-  void SchedulerStep() { ThrowOnError(GetTrainingApi().SchedulerStep(session_.get())); }
+  void SchedulerStep() { ThrowOnError(GetTrainingApi().SchedulerStep(p_)); }
 
   void ExportModelForInferencing(const std::string& inference_model_path,
                                  const std::vector<std::string>& graph_output_names) {
     std::vector<const char*> names;
     for (const auto& name : graph_output_names) names.push_back(name.c_str());
-    ThrowOnError(GetTrainingApi().ExportModelForInferencing(session_.get(), inference_model_path.c_str(), names.size(),
+    ThrowOnError(GetTrainingApi().ExportModelForInferencing(p_, inference_model_path.c_str(), names.size(),
                                                             names.data()));
   }
 
@@ -283,19 +286,17 @@ class TrainingSession {
   Value ToBuffer(const bool only_trainable) {
     const auto size = static_cast<int64_t>(ParametersSize(only_trainable));
     Value buffer = Value::CreateTensor(CheckpointState::Allocator(), &size, 1, ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT);
-    ThrowOnError(GetTrainingApi().CopyParametersToBuffer(session_.get(), buffer, only_trainable));
+    ThrowOnError(GetTrainingApi().CopyParametersToBuffer(p_, buffer, only_trainable));
     return buffer;
   }
 
   // Sets the parameters, all of them or the trained ones, as the size of the buffer says.
   void FromBuffer(Value& buffer) {
     const bool all = ElementCount(buffer) == ParametersSize(false);
-    ThrowOnError(GetTrainingApi().CopyBufferToParameters(session_.get(), buffer, !all));
+    ThrowOnError(GetTrainingApi().CopyBufferToParameters(p_, buffer, !all));
   }
 
  private:
-  explicit TrainingSession(CheckpointState&) : session_(nullptr, GetTrainingApi().ReleaseTrainingSession) {}
-
   static size_t ElementCount(const Value& value) {
     OrtTensorTypeAndShapeInfo* info = nullptr;
     ThrowOnError(GetApi().GetTensorTypeAndShape(value, &info));
@@ -308,7 +309,7 @@ class TrainingSession {
 
   size_t ParametersSize(bool only_trainable) {
     size_t size = 0;
-    ThrowOnError(GetTrainingApi().GetParametersSize(session_.get(), &size, only_trainable));
+    ThrowOnError(GetTrainingApi().GetParametersSize(p_, &size, only_trainable));
     return size;
   }
 
@@ -317,7 +318,7 @@ class TrainingSession {
     std::vector<const OrtValue*> inputs;
     for (const Value& value : input_values) inputs.push_back(value);
     std::vector<OrtValue*> outputs(OutputNames(training).size());
-    ThrowOnError(function(session_.get(), nullptr, inputs.size(), inputs.data(), outputs.size(), outputs.data()));
+    ThrowOnError(function(p_, nullptr, inputs.size(), inputs.data(), outputs.size(), outputs.data()));
     std::vector<Value> values;
     for (OrtValue* output : outputs) values.emplace_back(output);
     return values;
@@ -326,19 +327,17 @@ class TrainingSession {
   template <typename Count, typename Name>
   std::vector<std::string> Names(Count count_of, Name name_of) {
     size_t count = 0;
-    ThrowOnError(count_of(session_.get(), &count));
+    ThrowOnError(count_of(p_, &count));
     OrtAllocator* allocator = CheckpointState::Allocator();
     std::vector<std::string> names;
     for (size_t index = 0; index < count; ++index) {
       char* name = nullptr;
-      ThrowOnError(name_of(session_.get(), index, allocator, &name));
+      ThrowOnError(name_of(p_, index, allocator, &name));
       names.emplace_back(name);
       ThrowOnError(GetApi().AllocatorFree(allocator, name));
     }
     return names;
   }
-
-  std::unique_ptr<OrtTrainingSession, void (*)(OrtTrainingSession*)> session_;
 };
 
 }  // namespace Ort

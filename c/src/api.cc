@@ -343,6 +343,12 @@ constexpr OrtTrainingApi kApi = {
     GetParameter,
 };
 
+const OrtApiBase* stock_base = nullptr;
+OrtApi* table = nullptr;
+
+const OrtApi* TableOf(uint32_t version) noexcept { return stock_base->GetApi(version) ? table : nullptr; }
+const OrtTrainingApi* TrainingApi(uint32_t) noexcept { return &kApi; }
+
 }  // namespace
 }  // namespace ort_trainer
 
@@ -350,4 +356,20 @@ const OrtTrainingApi* OrtTrainerGetApi(const OrtApi* api) {
   if (api == nullptr) return nullptr;
   ort_trainer::ort = api;
   return &ort_trainer::kApi;
+}
+
+const OrtApiBase* OrtTrainerGetApiBase(const OrtApiBase* base, uint32_t version, size_t size) {
+  using namespace ort_trainer;
+  static const OrtApiBase extended = [&] {
+    const OrtApi* api = base->GetApi(version);
+    if (api == nullptr) return *base;
+    OrtTrainerGetApi(api);
+    stock_base = base;
+    // Never freed, as static objects may use it while the program ends. The program's headers may have more entries than
+    // the library's.
+    table = static_cast<OrtApi*>(std::memcpy(::operator new(size), api, size));
+    table->GetTrainingApi = TrainingApi;
+    return OrtApiBase{TableOf, base->GetVersionString};
+  }();
+  return &extended;
 }

@@ -174,7 +174,8 @@ Json Describe(const Bytes& model, std::string_view kind) {
   } catch (const std::exception& error) {
     Fail(name + "is damaged, or no ONNX model: " + error.what());
   }
-  if (said.empty()) Fail(name + "is not an ort_trainer artifact: write artifacts with ORTTrainer.export_artifacts()");
+  if (said.empty()) Fail(name + "is not an ort_trainer artifact: write artifacts with ORTTrainer.export_artifacts(), or "
+                               "convert those of onnxruntime-training with 'ort-trainer convert SOURCE TARGET'");
   Json found = ParseJson(said);
   // The key of an entry of external_data, as protobuf writes it.
   if (ViewOf(model).find("\n\blocation") != View::npos) {

@@ -35,6 +35,10 @@ Tensor* Tensors::find(const std::string& name) {
 }
 
 State::State(const Bytes& file, const std::string& name) : name_(name), seed_calls_(seed_calls) {
+  if (file.size() >= 8 && std::memcmp(file.data() + 4, "ODTC", 4) == 0) {  // the mark of its flatbuffers
+    throw Error(ORT_FAIL, name + " is one of onnxruntime-training: convert the folder of its artifacts with "
+                                 "'ort-trainer convert SOURCE TARGET', or this file alone with '--like CHECKPOINT'");
+  }
   try {
     Load(ReadSealed(file.data(), file.size()));
   } catch (const std::exception& error) {

@@ -9,7 +9,7 @@
 #include <iterator>
 
 #include "../src/json.h"
-#include "ort_trainer_cxx_api.h"
+#include "onnxruntime_training_cxx_api.h"
 
 namespace {
 
@@ -178,6 +178,27 @@ void MovesParameters(const Case& given) {
   }
 }
 
+void OpensBytesAndFollowsSeeds(const Ort::Env& env, const Case& given) {
+  const std::vector<std::string> inputs = {"image", "words", "label"}, outputs = {"loss", "logits"};
+  const auto loss = [&](int64_t seed) {
+    auto state = Ort::CheckpointState::LoadCheckpointFromBuffer(Contents(given.path("checkpoint")));
+    Ort::TrainingSession session(env, Ort::SessionOptions(), state, Contents(given.path("training_model.onnx")),
+                                 Contents(given.path("eval_model.onnx")), Contents(given.path("optimizer_model.onnx")));
+    for (const bool training : {true, false}) {
+      Expect(session.InputNames(training) == inputs && session.OutputNames(training) == outputs, "names");
+    }
+    Ort::SetSeed(seed);
+    return Case::Loss(session.TrainStep(Batch(given.Inputs(0)).tensors));
+  };
+  Expect(loss(3) == loss(3) && loss(3) != loss(4), "dropout does not follow the seed");
+
+  auto state = given.State("checkpoint");
+  auto weight = state.GetParameter("embedding.weight");
+  *weight.GetTensorMutableData<float>() = 7;
+  state.UpdateParameter("embedding.weight", weight);
+  Expect(*state.GetParameter("embedding.weight").GetTensorMutableData<float>() == 7, "a parameter is not changed");
+}
+
 void FollowsSchedules(const Case& given) {
   auto state = given.State("checkpoint");
   auto session = given.Session(state);
@@ -191,6 +212,41 @@ void FollowsSchedules(const Case& given) {
   }
   ExpectError([&] { session.RegisterLinearLRScheduler(3, 2, 0.5f); }, "warmup_step_count is 3");
   ExpectError([&] { session.SetLearningRate(-1.0f); }, "not negative");
+}
+
+void OwnsItsObjects(const Case& given) {
+  using Base = Ort::detail::Base<OrtTrainingSession>;
+  static_assert(std::is_base_of_v<Base, Ort::TrainingSession> && !std::is_copy_constructible_v<Ort::TrainingSession>);
+  static_assert(std::is_same_v<Ort::TrainingSession::contained_type, OrtTrainingSession>);
+  static_assert(std::is_same_v<Ort::CheckpointState::contained_type, OrtCheckpointState>);
+  auto state = given.State("checkpoint");
+  auto session = given.Session(state);
+  const OrtTrainingSession* raw = session;
+  Ort::TrainingSession moved(std::move(session));
+  Expect(moved == raw && session == nullptr, "a session does not move");
+  session = std::move(moved);
+  Expect(session == raw && moved == nullptr, "a session is not assigned");
+  moved = given.Session(state);
+  moved = std::move(session);  // releases the one that it had
+  OrtTrainingSession* released = moved.release();
+  Expect(released == raw && moved == nullptr, "a session is not released");
+  Base owner(released);
+  // With the functions in C, whose table is that of the C++ classes.
+  const OrtTrainingApi* training = OrtGetApiBase()->GetApi(ORT_API_VERSION)->GetTrainingApi(ORT_API_VERSION);
+  Expect(training == &Ort::GetTrainingApi(), "GetTrainingApi() returns other functions");
+  float rate = 0;
+  Ort::ThrowOnError(training->SetLearningRate(owner, 0.5f));
+  Ort::ThrowOnError(training->GetLearningRate(owner, &rate));
+  Expect(rate == 0.5f, "the owner has another session");
+  training->ReleaseCheckpointState(given.State("checkpoint").release());
+}
+
+void RefusesForeignArtifacts(const Ort::Env& env, const Case& given) {
+  const std::vector<uint8_t> flatbuffer = {16, 0, 0, 0, 'O', 'D', 'T', 'C', 0, 0, 0, 0}, onnx = {8, 9};
+  ExpectError([&] { Ort::CheckpointState::LoadCheckpointFromBuffer(flatbuffer); }, "is one of onnxruntime-training");
+  ExpectError([&] { Ort::CheckpointState::LoadCheckpointFromBuffer(flatbuffer); }, "ort-trainer convert");
+  auto state = given.State("checkpoint");
+  ExpectError([&] { Ort::TrainingSession(env, Ort::SessionOptions(), state, onnx); }, "ort-trainer convert");
 }
 
 void SaysWhatIsWrong(const Ort::Env& env, const Case& given, const Case& other) {
@@ -220,7 +276,7 @@ void SaysWhatIsWrong(const Ort::Env& env, const Case& given, const Case& other) 
 
   ExpectError([&] { Ort::CheckpointState::LoadCheckpoint("nothing"); }, "there is no checkpoint 'nothing'");
   ExpectError([&] { Ort::CheckpointState::SaveCheckpoint(state, "no/folder/x", true); }, "can't be written");
-  ExpectError([&] { session.ExportModelForInferencing(after, {"nothing"}); }, "any value of its graph");
+  ExpectError([&] { session->ExportModelForInferencing(after, {"nothing"}); }, "any value of its graph");
   const Ort::SessionOptions options;
   const std::string training = given.path("training_model.onnx").string();
   ExpectError([&] { Ort::TrainingSession(env, options, state, other.path("training_model.onnx").string()); },
@@ -259,7 +315,10 @@ int main(int argc, char** argv) {
   const Case net(env, folder / "net"), linear(env, folder / "linear");
   run("damage is found", [&] { FindsDamage(linear); });
   run("properties are kept", [&] { KeepsProperties(net); });
+  run("bytes are opened, and seeds followed", [&] { OpensBytesAndFollowsSeeds(env, net); });
   run("schedules are followed", [&] { FollowsSchedules(linear); });
+  run("objects have one owner", [&] { OwnsItsObjects(linear); });
+  run("artifacts of onnxruntime-training are refused", [&] { RefusesForeignArtifacts(env, linear); });
   run("errors say what is wrong", [&] { SaysWhatIsWrong(env, net, linear); });
   return failures != 0;
 }

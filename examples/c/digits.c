@@ -4,7 +4,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "ort_trainer_c_api.h"
+#include "onnxruntime_training_c_api.h"
 
 enum { PIXELS = 64, CLASSES = 10, BATCH = 64, TRAIN_ROWS = 1437 };
 
@@ -81,11 +81,11 @@ int main(int argc, char** argv) {
   const char* folder = argv[1];
   const int epochs = argc > 2 ? atoi(argv[2]) : 10;
   api = OrtGetApiBase()->GetApi(ORT_API_VERSION);
-  const OrtTrainingApi* training = OrtTrainerGetApi(api);
-  if (training == NULL) {
+  if (api == NULL) {
     fprintf(stderr, "ONNX Runtime %s is too old\n", OrtGetApiBase()->GetVersionString());
     return 1;
   }
+  const OrtTrainingApi* training = api->GetTrainingApi(ORT_API_VERSION);
   float* pixels;
   int64_t* labels;
   const size_t rows = read_digits(in(folder, "digits.bin"), &pixels, &labels);

@@ -6,7 +6,7 @@
 #include <iostream>
 #include <iterator>
 
-#include "ort_trainer_cxx_api.h"
+#include "onnxruntime_training_cxx_api.h"
 
 namespace {
 

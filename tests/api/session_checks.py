@@ -47,10 +47,15 @@ def creates_a_session_from_bytes(world: World) -> None:
     same_weights(world.state, world.weights(world.trained([RATE])))
 
 
-@checks("ReleaseTrainingSession")
+MEMORY = ("contained_type", "operator contained_type*", "p_", "Base", "operator=", "release", "~Base")
+
+
+@checks("ReleaseTrainingSession", *(f"Ort::TrainingSession::{name}" for name in MEMORY))
 def releases_a_session(world: World) -> None:
-    reference = weakref.ref(world.session)
+    reference, other = weakref.ref(world.session), world.session
     del world.session
+    assert reference() is other
+    del other
     assert reference() is None
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,12 +18,13 @@ from .exported import Exported, export
 from .world import CHECKS, PYTHON, World
 
 HERE = Path(__file__).parent
-PAGE = (HERE.parent.parent / "docs" / "training_api_names.md").read_text()
+ROOT = HERE.parent.parent
+PAGE = (ROOT / "docs" / "training_api_names.md").read_text()
 # (documented name, our name, description).
 ROWS: list[tuple[str, str, str]] = re.findall(r"^\| `([^`]+)` \| `([^`]+)` \| (.+) \|$", PAGE, re.MULTILINE)
 DOCUMENTED = {
     "c_functions": 31 + 1 + 2,
-    "cpp_methods": 16,
+    "cpp_methods": 16 + 7,
     "python_names": 54,
 }
 
@@ -44,7 +47,7 @@ def test_every_documented_name_has_one_row() -> None:
     names = [old for old, _, _ in ROWS]
     documented = []
     for kind, count in DOCUMENTED.items():
-        lines = (HERE / f"documented_{kind}.txt").read_text().split()
+        lines = (HERE / f"documented_{kind}.txt").read_text().splitlines()
         assert len(lines) == count
         documented += lines
     assert names == documented
@@ -52,17 +55,31 @@ def test_every_documented_name_has_one_row() -> None:
 
 
 def test_the_headers_have_every_name() -> None:
-    include = HERE.parent.parent / "c" / "include"
+    include = ROOT / "c" / "include"
     for kind, header in (("c_functions", "ort_trainer_c_api.h"), ("cpp_methods", "ort_trainer_cxx_api.h")):
         text = (include / header).read_text()
-        names = (HERE / f"documented_{kind}.txt").read_text().split()
-        assert [name for name in names if not re.search(rf"\b{name.rpartition('::')[2]}\b", text)] == []
+        names = (HERE / f"documented_{kind}.txt").read_text().splitlines()
+        assert [name for name in names if not has(text, name.rpartition("::")[2])] == []
+
+
+def has(text: str, name: str) -> bool:
+    return re.search(rf"(?<!\w){re.escape(name)}(?!\w)", text) is not None
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="there is no C++ compiler")
+@pytest.mark.parametrize("program", ["examples/c/digits.c", "examples/cpp/digits.cc", "c/test/test.cc"])
+def test_programs_compile_under_the_documented_headers(program: str) -> None:
+    text = (ROOT / program).read_text()
+    assert re.search(r'#include "onnxruntime_training_(c|cxx)_api.h"', text)
+    command = ["gcc", "-std=c11"] if program.endswith(".c") else ["g++", "-std=c++17"]
+    subprocess.run(
+        [*command, "-fsyntax-only", "-Werror", "-Wall", "-I", ROOT / "c" / "include", ROOT / program], check=True
+    )
 
 
 def test_the_names_in_each_language() -> None:
-    root = HERE.parent.parent
-    scripts = [path.read_text() for path in (root / "js" / "src").glob("*.ts")]
-    headers = [(root / "c" / "include" / f"ort_trainer_{kind}_api.h").read_text() for kind in ("c", "cxx")]
+    scripts = [path.read_text() for path in (ROOT / "js" / "src").glob("*.ts")]
+    headers = [(ROOT / "c" / "include" / f"ort_trainer_{kind}_api.h").read_text() for kind in ("c", "cxx")]
     table = PAGE.partition("## In each language")[2].partition("\n## ")[0]
     _, *rows = re.findall(r"^\| [a-z][^|]+ \|([^|]*)\|([^|]*)\|([^|]*)\|([^|]*)\|$", table, re.MULTILINE)
     assert len(rows) > 20
@@ -77,7 +94,7 @@ def test_the_names_in_each_language() -> None:
             (code,) = (code for code in scripts if re.search(begin, code))
             assert not kind or re.search(rf"^  (static )?(async )?{method}\(", code, re.MULTILINE), name
         for header, names in zip(headers, native, strict=True):
-            assert [name for name in names if not re.search(rf"\b{name}\b", header)] == []
+            assert [name for name in names if not has(header, name)] == []
 
 
 def test_every_name_has_a_check() -> None:

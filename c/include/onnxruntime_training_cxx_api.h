@@ -1,0 +1,4 @@
+// The name of ONNX Runtime's former header.
+#pragma once
+
+#include "ort_trainer_cxx_api.h"
