@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ort_trainer import ORTTrainer
+from ort_trainer import ORTTrainer, ORTTrainerOptions, optim
 
 X, LABEL = torch.randn(6, 5, 4), torch.tensor([0, 1, 2, 2, 1, 0])
 
@@ -81,3 +81,31 @@ def test_labels_of_uint8(loss_fn: Callable[..., torch.Tensor], kernels: str) -> 
     torch.testing.assert_close(trainer.get_gradient("1.weight"), gradient)
     with pytest.raises(IndexError, match="input 'label' has the value 9"):
         trainer.train_step(X, torch.full_like(label, 9))
+
+
+@pytest.mark.parametrize("kernels", ["pytorch", "onnxruntime"])
+def test_gradients_with_numbers_from_sizes(kernels: str) -> None:
+    """The gradient of a variance over the batch divides by its size less one."""
+
+    class Spread(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(4, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = self.fc(x)
+            return (h / h.std(0) + h.var(0, unbiased=False) * (1.0 / (x.shape[0] + 1))).square().mean()
+
+    model, reference = Spread(), Spread()
+    reference.load_state_dict(model.state_dict())
+    options = ORTTrainerOptions({"utils": {"kernels": kernels}})
+    trainer = ORTTrainer(model, "auto", optim.SGDConfig(lr=0.1), options=options)
+    optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
+    for rows in (4, 6, 4):
+        x = torch.randn(rows, 4)
+        loss = reference(x)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        assert trainer.train_step(x).item() == pytest.approx(loss.item(), rel=1e-5)
+    assert len(trainer.session.graphs(True)) == 1

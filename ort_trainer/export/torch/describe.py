@@ -234,10 +234,12 @@ def _outputs(
     data = {argument: rebuild(layout, tensors) for argument, layout in layouts.items()}
     given = [data.pop(label) for label in labels]
     step = Pair(model, loss_fn)
+    trainable = [name for name, parameter in step.named_parameters() if parameter.requires_grad]
+    # With gradients, as forward() may register hooks for them.
     with (
-        borrowed(step, (), training=True),
+        borrowed(step, trainable, training=True),
         Recorder(step).running(),
-        torch.no_grad(),
+        torch.enable_grad(),
         torch.random.fork_rng(),
     ):
         try:

@@ -186,6 +186,7 @@ def differentiate(
         core = module if captured.as_it_stands else exported
         if captured.as_it_stands:
             stack.enter_context(_marked_modules(module))
+            stack.enter_context(module.recorder.with_backward_pass())
         table: Mapping[Operator, Any] = {}
         if not for_kernels:
             from .translate import decomposition_table  # takes a second

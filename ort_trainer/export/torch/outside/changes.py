@@ -201,9 +201,14 @@ class Copies:
                     tensor.copy_(numbers)
             for _, generator, state in self._generators:
                 put_back(generator, state)
+        self.restore_parts()
+
+    def restore_parts(self) -> None:
+        """Takes back what the run has changed of modules, parameters, buffers and hooks, and forgets them."""
         for now, before in (*self._parts, *self._hooks):
             if not has_same_parts(now, before):
                 refill(now, before)
+        self._parts, self._hooks = [], []
 
 
 class WritesToParameters(TorchDispatchMode):  # type: ignore[no-untyped-call]

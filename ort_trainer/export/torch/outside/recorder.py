@@ -26,12 +26,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses import FakeTensor
 
 from ....core.errors import ExportError
 from .changes import HOOKS, OF_EVERY_MODULE, Copies, WritesToParameters, in_cell
 from .code import LIBRARIES, globals_of, imports_of, is_users, names_of
-from .containers import copied, has_same_parts
+from .containers import CHANGEABLE, copied, has_same_parts
 from .generators import is_generator
 from .leftovers import Code, Leftovers, encode
 from .notes import Notes
@@ -115,6 +114,7 @@ class Recorder:
         self._thread = 0
         self.leftovers = Leftovers()
         self.result: Code | None = None
+        self._is_running = self._is_held = False
         self._begin()
 
     def _begin(self) -> None:
@@ -136,6 +136,7 @@ class Recorder:
         self._values: set[Place] = set()
         self._listed: set[Place] = set()
         self._foreign: set[int] = set()
+        self._left: dict[Place, Any] = {}
         self.aliases: dict[tuple[Place, Place], None] = {}
         self._of_classes: set[tuple[int, str]] = set()
         self._places_of_classes: dict[int, Place] = {}
@@ -145,7 +146,9 @@ class Recorder:
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """Records the reads of the run in the context, and restores afterwards what it has changed."""
+        self._end()
         self._begin()
+        self._is_running = True
         self._thread = threading.get_ident()
         for place, value in (*self.tables.items(), *self._settings.items(), *self.kept_apart.items()):
             self._begun_with[place] = read(self._root, place)
@@ -171,10 +174,40 @@ class Recorder:
             if not isinstance(self._root.loss_fn, nn.Module):
                 self._meet(self._root.loss_fn, (Step("get", "loss_fn"),))
             parameters = [*self._root.model.parameters()]
-            is_traced = any(isinstance(parameter, FakeTensor) for parameter in parameters)
-            with contextlib.nullcontext() if is_traced else WritesToParameters(parameters, self._copies):
+            is_real = all(type(parameter) is nn.Parameter for parameter in parameters)  # none that stands for one
+            with WritesToParameters(parameters, self._copies) if is_real else contextlib.nullcontext():
                 yield
         finally:
+            if self._is_held:
+                self._copies.restore_parts()  # while those stand for parameters that did when the run began
+            else:
+                self._end()
+
+    @contextlib.contextmanager
+    def with_backward_pass(self) -> Iterator[None]:
+        """Lets the last run in the context last until its end, as its backward pass reads outside, too.
+
+        Raises:
+            ExportError: If the backward pass has changed something there.
+        """
+        self._is_held = True
+        try:
+            yield
+            for change in self._copies.changes():
+                known = self._left.get(change.place, MISSING)
+                is_same = has_same_parts(change.now, known) if isinstance(known, CHANGEABLE) else change.now is known
+                if not is_same:
+                    raise ExportError(
+                        f"the backward pass changes {described(change.place)!r}, in an autograd.Function or a hook, "
+                        "which a graph can't do: change it in forward(), or after the step"
+                    )
+        finally:
+            self._is_held = False
+            self._end()
+
+    def _end(self) -> None:
+        if self._is_running:
+            self._is_running = False
             for kind, own in self._classes.items():
                 _unwatch(kind, own)
             self._restore()
@@ -192,6 +225,7 @@ class Recorder:
         flags = self._flags_of_hooks()
         found = (change for change in self._copies.changes() if change.place not in flags)
         changes = [(change.place, change.now, change.before) for change in found]
+        self._left = {place: copied(now) if place[-1].kind == "contents" else now for place, now, _ in changes}
         tensors: list[torch.Tensor] = []
         known = self._known()
         writes = []

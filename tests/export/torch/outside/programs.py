@@ -277,6 +277,12 @@ READ: dict[str, tuple[str, str, str, str]] = {
         "1.0",
         "model.fc._forward_hooks[next(iter(model.fc._forward_hooks))] = lambda m, x, y: y * {b}",
     ),
+    "absent from an own dict": (
+        "class C: pass",
+        "self.c = C()",
+        "vars(self.c).get('v', {a})",
+        "model.c.v = {b}",
+    ),
     "own dict": ("", "self.v = {a}", "vars(self)['v']", "model.v = {b}"),
 }
 

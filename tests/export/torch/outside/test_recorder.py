@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import enum
 import itertools
 import os
 import random
 import threading
+import types
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -137,14 +139,143 @@ class _Reversal(torch.autograd.Function):
         return gradient * -_Reversal.scale
 
 
-def test_a_setting_that_a_backward_pass_reads(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = Net(lambda net, h: _Reversal.apply(h))
+class _Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, owner: Any) -> torch.Tensor:
+        ctx.owner = owner
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return gradient * ctx.owner.scale, None
+
+
+def _with_hook(net: Any, h: torch.Tensor) -> torch.Tensor:
+    h.register_hook(lambda gradient: gradient * net.owner.scale)
+    return h
+
+
+SCALES: dict[str, tuple[Callable[[Any, torch.Tensor], torch.Tensor], Any]] = {
+    "class": (lambda net, h: _Reversal.apply(h) * -1.0, _Reversal),
+    "object": (lambda net, h: _Scaled.apply(h, net.owner), types.SimpleNamespace(scale=1.0)),
+    "hook": (_with_hook, types.SimpleNamespace(scale=1.0)),
+}
+
+
+@pytest.mark.parametrize("kind", SCALES)
+def test_a_setting_that_a_backward_pass_reads(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    function, owner = SCALES[kind]
+    model = Net(function, owner=owner)
     wrapped = ORTModule(model)
     for scale in (1.0, 0.25):
-        monkeypatch.setattr(_Reversal, "scale", scale)
+        monkeypatch.setattr(owner, "scale", scale)
         model.zero_grad()
         wrapped(X).sum().backward()
-        assert torch.allclose(model.fc.bias.grad, torch.full((3,), -4 * scale))
+        assert torch.allclose(model.fc.bias.grad, torch.full((3,), 4 * scale))
+
+
+def test_what_a_backward_pass_leaves_is_refused() -> None:
+    def forward(net: Any, h: torch.Tensor) -> torch.Tensor:
+        h.register_hook(lambda gradient: net.norms.append(gradient.norm()))
+        return h
+
+    model = Net(forward, norms=[])
+    with pytest.raises(ExportError, match="the backward pass changes 'norms'"):
+        trainer_of(model).train_step(X, Y)
+    assert model.norms == []
+    ORTModule(model)(X).sum().backward()
+    assert len(model.norms) == 1 and type(model.norms[0]) is torch.Tensor
+
+
+def test_tensors_outside_that_require_grad_get_it() -> None:
+    model = Net(lambda net, h: net.parts[0](h) * net.factor, parts=[nn.Linear(3, 3)], factor=torch.ones(3).exp())
+    model.parts[0].weight.grad = None
+    ORTModule(model)(X).sum().backward()
+    assert model.parts[0].weight.grad is not None
+    with torch.no_grad():
+        assert torch.allclose(ORTModule(model, {}, fallback="error")(X), model(X))
+
+
+def test_weights_that_a_run_changes_are_put_back() -> None:
+    def forward(net: Any, h: torch.Tensor) -> torch.Tensor:
+        net.fc.bias.data.add_(1.0)
+        return h
+
+    model, reference = Net(forward), Net(forward)
+    reference.load_state_dict(model.state_dict())
+    wrapped = ORTModule(model)
+    for _ in range(2):
+        wrapped(X), reference(X)
+        assert torch.equal(model.fc.bias, reference.fc.bias)
+    before = model.fc.bias.detach().clone()
+    with pytest.raises(ExportError, match="it uses the .data of a tensor"):
+        trainer_of(model).train_step(X, Y)
+    assert torch.equal(model.fc.bias, before)
+
+
+def _cached_by_size(net: Any, h: torch.Tensor) -> torch.Tensor:
+    key = (h.shape[0], "mask")
+    if key not in net.cache:
+        net.cache[key] = torch.full((h.shape[0], 1), float(len(net.cache) + 1))
+    return h * net.cache[key]
+
+
+def _told_by_size(net: Any, h: torch.Tensor) -> torch.Tensor:
+    net.last = f"a batch of {h.shape[0]}"
+    return h * net.cache.setdefault(str(h.shape[0]), float(len(net.cache) + 1))
+
+
+@pytest.mark.parametrize("function", [_cached_by_size, _told_by_size])
+def test_sizes_as_keys_and_texts(function: Any) -> None:
+    model, reference = (Net(function, cache={}, last="") for _ in range(2))
+    reference.load_state_dict(model.state_dict())
+    trainer, optimizer = trainer_of(model), torch.optim.SGD(reference.parameters(), lr=0.1)
+    for rows in (4, 3, 4):
+        loss = F.cross_entropy(reference(X[:rows]), Y[:rows])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        assert float(trainer.train_step(X[:rows], Y[:rows])[0]) == pytest.approx(loss.item(), rel=1e-5)
+        assert model.last == reference.last
+    assert list(model.cache) == list(reference.cache)
+
+
+def test_a_value_that_one_branch_leaves() -> None:
+    def forward(net: Any, h: torch.Tensor) -> torch.Tensor:
+        if (h.abs() > 1e3).any():
+            return h * 0.0 + net.good
+        net.good = h.detach().mean(0)
+        return h
+
+    model, reference = (Net(forward, good=torch.zeros(3)) for _ in range(2))
+    reference.load_state_dict(model.state_dict())
+    trainer = trainer_of(model)
+    for x in (X, X * 1e5, X * 2):
+        loss = F.cross_entropy(reference(x), Y)
+        assert float(trainer.train_step(x, Y)[0]) == pytest.approx(loss.item(), rel=1e-5)
+        assert_close(model.good, reference.good, 1e-5, "good")
+        reference.load_state_dict(model.state_dict())
+
+
+class _Flags(enum.Flag):
+    A = 1
+    B = 2
+    C = 4
+
+
+def test_combinations_of_flags() -> None:
+    def forward(net: Any, h: torch.Tensor) -> torch.Tensor:
+        net.seen = net.flags & (_Flags.A | _Flags.B)
+        return h * 2 if _Flags.B in net.flags else h
+
+    model = Net(forward, flags=_Flags.A, seen=None)
+    trainer = trainer_of(model)
+    for flags in (_Flags.A, _Flags.A | _Flags.B | _Flags.C, _Flags.A):
+        model.flags = flags
+        _, outputs = trainer.eval_step(X, Y)
+        assert_close(outputs, model.fc(X) * (2 if _Flags.B in flags else 1), 1e-5, "outputs")
+        trainer.train_step(X, Y)
+        assert model.seen == flags & (_Flags.A | _Flags.B)
 
 
 def test_equal_contents_are_no_change() -> None:
