@@ -604,8 +604,11 @@ class Recorder:
         if isinstance(value, (types.ModuleType, types.MemberDescriptorType)):
             return
         if place not in self.reads:
-            stand_in = type(value) in (Number, Growing)
-            self.reads[place] = self._numbers[place] if stand_in and place in self._numbers else value
+            if type(value) in (Number, Growing):
+                if place in self._numbers:  # otherwise one of these is met again on another way
+                    self.reads[place] = self._numbers[place]
+                return
+            self.reads[place] = value
             self._meet(value, place)
 
     def _read(self, owner: Any, name: str, value: Any) -> None:
