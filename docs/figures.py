@@ -30,6 +30,6 @@ def equality(fidelity: str) -> Iterator[str]:
         f"In {len(losses)} comparisons over 20 training steps, no loss differs from PyTorch's by more than a relative "
         f"{max(losses):.0e} (`make fidelity`; {versions[1]}). Of PyTorch's own samples of its operators, {samples:,} "
         f"agree, forward and backward: up to 8 for each of the {agreeing} operators with a translation to ONNX. "
-        f"{missing} have none, and train on PyTorch's kernels alone (`make operators`)."
+        f"{missing} have none: they train on PyTorch's kernels, and can't be exported (`make operators`)."
     )
     yield from textwrap.wrap(text, _WIDTH, break_long_words=False, break_on_hyphens=False)

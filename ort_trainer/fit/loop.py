@@ -55,6 +55,8 @@ def fit(
         raise ValueError("metrics need an eval_loader, but none was given")
     if labels is not None and not len(measured):
         raise ValueError(f"labels={labels!r} is only used by metrics, but no metrics were given")
+    if not isinstance(callbacks, Iterable):
+        raise TypeError(f"callbacks must be a list of callbacks, but {was_given(callbacks)}")
     callbacks = list(callbacks)
     if isinstance(checkpoints, CheckpointManager):
         checkpoints = ManagedCheckpoints(checkpoints)

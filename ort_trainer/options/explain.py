@@ -120,13 +120,13 @@ def _known_options(schema: Mapping[str, Any], path: Sequence[Any]) -> str:
         return f"did you mean {_ELSEWHERE[word]}?"
     places = {path.rpartition(".")[2]: path for path in _paths(schema)}
     places |= {spelling.rpartition(".")[2]: path for spelling, path in SPELLINGS.items()}
-    close = get_close_matches(word, places, 1, 0.7)
+    close = get_close_matches(word, places, 1, 0.75)
     if close:
         place = places[close[0]]
         nested = reduce(lambda inner, name: f"{{{name!r}: {inner}}}", reversed(place.split(".")), "...")
         is_elsewhere = "." in key or place.split(".")[:-1] != sections
         return f"did you mean {place}{f', as in {nested}' if is_elsewhere else ''}?"
-    return f"the options {'of ' + '.'.join(sections) if sections else 'and their sections'} are {listed(rules, 'and')}"
+    return f"the options {'of ' + '.'.join(sections) if sections else 'and their sections'} are {listed((name for name in rules if not name.startswith('_')), 'and')}"
 
 
 def _paths(schema: Mapping[str, Any], path: str = "") -> Iterable[str]:

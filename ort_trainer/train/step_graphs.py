@@ -134,8 +134,7 @@ class StepGraphs:
                 raise
             raise type(error)(
                 f"{error}. (model_desc='auto' derived the description from the first batch: if batches differ in ways "
-                "that it does not cover, write a description. To get outputs without a label, set "
-                "train_step_info.fetches)"
+                "that it does not cover, write a description; trainer.predict() needs no label)"
             ) from error
 
     def started(self, executor: Executor, batch: Batch) -> None:

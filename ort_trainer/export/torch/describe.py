@@ -19,6 +19,7 @@ from .isolation import can_isolate, run_in_child
 from .outside.recorder import Pair, Recorder
 from .step_module import (
     LossFunction,
+    checked_loss,
     label_parameters,
     labels_beside_any_name,
     named_outputs,
@@ -242,21 +243,25 @@ def _outputs(
         torch.enable_grad(),
         torch.random.fork_rng(),
     ):
+        what = type(model).__name__
         try:
             result = model(**data, **({} if loss_fn is not None else parameters))
-            loss = None if loss_fn is None else loss_fn(result, *given, **parameters)
-            if loss is None and loss_fn is not None:
-                raise ExportError(
-                    f"loss_fn returned None for the prediction and the labels {list(labels)}; if it reads a loss that "
-                    "forward() stores, let it take the prediction alone, so that forward() gets all inputs"
-                )
+            loss, what = None, "loss_fn"
+            if loss_fn is not None:
+                loss = loss_fn(result, *given, **parameters)
+                if loss is None:
+                    raise ExportError(
+                        f"loss_fn returned None for the prediction and the labels {list(labels)}; if it reads a loss "
+                        "that forward() stores, let it take the prediction alone, so that forward() gets all inputs"
+                    )
+                checked_loss(loss)
         except ExportError:
             raise
         except Exception as error:
             raise ExportError(
                 gradients_within(error, type(model).__name__)
-                or f"model_desc='auto' runs {type(model).__name__} on the first batch to find its outputs, but the run "
-                f"failed: {type(error).__name__}: {error}\n  {source_line_of_error(error)}\n"
+                or f"model_desc='auto' runs {what} on the first batch to find its outputs, but the run failed: "
+                f"{type(error).__name__}: {error}\n  {source_line_of_error(error)}\n"
                 f"Is this the batch that was meant? {shown(dict(batch))} {_to_convert(layouts)}".rstrip()
             ) from error
         if loss is not None:

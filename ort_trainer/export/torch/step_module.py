@@ -30,6 +30,7 @@ __all__ = [
     "StepModule",
     "canonical_names",
     "check_signature",
+    "checked_loss",
     "content_of",
     "label_parameters",
     "labels_beside_any_name",
@@ -421,11 +422,7 @@ class StepModule(nn.Module):
             prediction = self.model(**given)
             predicted = prediction[0] if self._loss_of_first else prediction
             loss = self.loss_fn(predicted, *labels, **parameters)
-            if not isinstance(loss, torch.Tensor):
-                raise ExportError(
-                    f"loss_fn must return a tensor, but it returned a {type(loss).__name__}: {shown(loss)}"
-                )
-            found = itertools.chain([loss], _tensors(prediction, self.model))
+            found = itertools.chain([checked_loss(loss)], _tensors(prediction, self.model))
         outputs = list(itertools.islice(found, len(self._outputs)))
         if len(outputs) < len(self._outputs):
             unset = unset_labels(self.model, [*map(argument_of, self._names)])
@@ -435,10 +432,24 @@ class StepModule(nn.Module):
             )
         described = zip(self._outputs, outputs, strict=True)
         with_fn = self.loss_fn is not None
-        return tuple(_loss(tensor, with_fn) if output.is_loss else tensor.detach() for output, tensor in described)
+        return tuple(
+            checked_loss(tensor, with_fn) if output.is_loss else tensor.detach() for output, tensor in described
+        )
 
 
-def _loss(loss: torch.Tensor, has_loss_fn: bool) -> torch.Tensor:
+def checked_loss(loss: Any, has_loss_fn: bool = True) -> torch.Tensor:
+    """Returns the loss, in fp32 instead of half precision.
+
+    Args:
+        loss: What a loss function has returned, or an output of the model.
+        has_loss_fn: Whether it is of a loss function.
+
+    Raises:
+        ExportError: If it is not a floating-point tensor of one element.
+    """
+    if not isinstance(loss, torch.Tensor):
+        given = "a number" if isinstance(loss, (torch.SymInt, torch.SymFloat)) else f"a {type(loss).__name__}"
+        raise ExportError(f"loss_fn must return a tensor, but it returned {given}: return the loss alone, no .item()")
     if any(size != 1 for size in loss.shape):
         raise ExportError(
             f"the loss must be a scalar, but its shape is {list(loss.shape)}: "

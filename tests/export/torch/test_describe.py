@@ -372,7 +372,7 @@ def test_later_batches_that_do_not_fit() -> None:
         trainer.train_step(x=x, label=label, mask=x)
     with pytest.raises(ValueError, match="Mismatch in dynamic shape batch.*derived the description from the first"):
         trainer.train_step(x, label[:3])
-    with pytest.raises(TypeError, match=r"inputs \['label'\] are missing.*fetches"):
+    with pytest.raises(TypeError, match=r"inputs \['label'\] are missing.*predict"):
         trainer.eval_step({"x": x})
     with pytest.raises(
         ValueError, match=r"MLP does not take .* \[5, 9\].*; earlier .*'x' \['batch', 8\]: mat1 and mat2"
