@@ -126,7 +126,8 @@ def _known_options(schema: Mapping[str, Any], path: Sequence[Any]) -> str:
         nested = reduce(lambda inner, name: f"{{{name!r}: {inner}}}", reversed(place.split(".")), "...")
         is_elsewhere = "." in key or place.split(".")[:-1] != sections
         return f"did you mean {place}{f', as in {nested}' if is_elsewhere else ''}?"
-    return f"the options {'of ' + '.'.join(sections) if sections else 'and their sections'} are {listed((name for name in rules if not name.startswith('_')), 'and')}"
+    known = listed((name for name in rules if not name.startswith("_")), "and")
+    return f"the options {'of ' + '.'.join(sections) if sections else 'and their sections'} are {known}"
 
 
 def _paths(schema: Mapping[str, Any], path: str = "") -> Iterable[str]:
