@@ -3,21 +3,21 @@
 From the schema of the options that is docs/options.md, the options in docs/names.md, and their types in
 ort_trainer/options/sections.py; from examples/cookbook/ and examples/recipes/ the differences in docs/cookbook.md and
 docs/recipes.md; from the imports the picture of docs/code_map.md; from benchmarks/results/ docs/speed.md and its
-pictures.
+pictures; from these and docs/fidelity.md the figures in README.md and docs/questions.md.
 """
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from cookbook_diffs import with_diffs
+from figures import equality, with_blocks
 from option_types import option_types
 from room_picture import room_picture
-from speed import pictures, read_results, with_results
+from speed import blocks, pictures, read_results
 
 from ort_trainer.options.checks import SPELLINGS
 from ort_trainer.options.schema import leaves, listed_options, load_schema
@@ -35,11 +35,7 @@ is ignored. After `ort_trainer.compat.install()`, what has no effect and does no
 | option | type | default | allowed | state | meaning |
 |---|---|---|---|---|---|
 """
-NAMES_HEAD = """<!-- options: written by make docs -->
-| option | in `ort_trainer` | state |
-|---|---|---|
-"""
-NAMES_TAIL = "<!-- /options -->"
+WITH_FIGURES = (ROOT / "README.md", HERE / "names.md", HERE / "questions.md", HERE / "speed.md")
 
 
 def rows() -> Iterator[str]:
@@ -68,20 +64,17 @@ def name_rows(schema: Mapping[str, Any]) -> Iterator[str]:
 def main() -> None:
     schema = load_schema("trainer_options")
     rules = dict(leaves(schema))
-    names = HERE / "names.md"
-    block = NAMES_HEAD + "\n".join(name_rows(schema)) + "\n" + NAMES_TAIL
-    begin = re.escape(NAMES_HEAD.splitlines()[0])
     results = read_results(ROOT / "benchmarks" / "results")
+    fidelity = (HERE / "fidelity.md").read_text(encoding="utf-8")
+    names = ["| option | in `ort_trainer` | state |", "|---|---|---|", *name_rows(schema)]
+    figures = {**blocks(results), "equality": [*equality(fidelity)], "options": names}
     targets = {
         HERE / "options.md": HEAD + "\n".join(rows()) + "\n",
         ROOT / "ort_trainer" / "options" / "sections.py": option_types(
             schema, {spelling: rules[path] for spelling, path in SPELLINGS.items()}
         ),
-        names: re.sub(
-            f"{begin}.*?{re.escape(NAMES_TAIL)}", lambda _: block, names.read_text(encoding="utf-8"), flags=re.DOTALL
-        ),
         **{HERE / "images" / f"{name}.svg": picture for name, picture in pictures(results).items()},
-        HERE / "speed.md": with_results((HERE / "speed.md").read_text(encoding="utf-8"), results),
+        **{page: with_blocks(page.read_text(encoding="utf-8"), figures) for page in WITH_FIGURES},
         HERE / "images" / "rooms.svg": room_picture(),
         **{
             page: with_diffs(page.read_text(encoding="utf-8"), ROOT / "examples" / page.stem)

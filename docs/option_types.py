@@ -20,6 +20,7 @@ from .section import Section
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from enum import Enum
+    from os import PathLike
     from typing import Any, Literal
 
     import onnx
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Options", "OptionsDict"]
 '''
-# The schema's types in Python, and additional types that its coercions accept.
+# The schema's types in Python, and additional types that its coercions take.
 SIMPLE = {
     "boolean": "bool",
     "callable": "Callable[[onnx.ModelProto], onnx.ModelProto]",
@@ -42,7 +43,7 @@ SIMPLE = {
     "session_options": "SessionOptions",
     "string": "str",
 }
-COERCED = {"enum_name": "Enum", "dtype_name": "torch.dtype"}
+COERCED = {"device_name": "torch.device", "dtype_name": "torch.dtype", "enum_name": "Enum", "path": "PathLike[str]"}
 
 
 def _is_section(rules: Mapping[str, Any]) -> bool:

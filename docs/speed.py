@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from html import escape
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Results", "pictures", "read_results", "with_results"]
+__all__ = ["Results", "blocks", "pictures", "read_results"]
 
 # What benchmarks/train_step.py has written: by version, then by row.
 Results = Mapping[str, Any]
@@ -111,10 +110,12 @@ def _drawn(title: str, rows: Bars, line: str = "") -> str:
         middle = top + (_BAR + 1) * len(group) / 2 + 4
         drawn.append(f'<text x="{_LEFT - 10}" y="{middle:.0f}" text-anchor="end" font-size="12">{escape(label)}</text>')
         for name, length in group.items():
-            end = _LEFT + length * unit
+            width = length * unit
+            # In the bar, where no line can cross it, if the bar is long enough.
+            at, ink = (_LEFT + 4, "#fff") if width > 40 else (_LEFT + width + 5, _TEXT)
             drawn.append(
-                f'<rect x="{_LEFT}" y="{top}" width="{length * unit:.0f}" height="{_BAR}" fill="{used[name][1]}"/>'
-                f'<text x="{end + 5:.0f}" y="{top + _BAR - 1}" font-size="10">{length:.2f}</text>'
+                f'<rect x="{_LEFT}" y="{top}" width="{width:.0f}" height="{_BAR}" fill="{used[name][1]}"/>'
+                f'<text x="{at:.0f}" y="{top + _BAR - 2}" font-size="10" fill="{ink}">{length:.2f}</text>'
             )
             top += _BAR + 1
         top += _SPACE
@@ -130,14 +131,20 @@ def _drawn(title: str, rows: Bars, line: str = "") -> str:
     return "\n".join([head, *drawn, "</svg>"]) + "\n"
 
 
-def with_results(page: str, results: Results) -> str:
-    """Returns the page with the means and the table of the newest version, between their marks."""
+def blocks(results: Results) -> dict[str, list[str]]:
+    """Returns what pages say of the newest version, by the name of its marks (figures.py)."""
     version, newest = list(results.items())[-1]
     rows = newest["rows"]
-    for name, lines in (("means", _means(version, newest)), ("steps", _table(rows))):
-        block = "\n".join([f"<!-- {name}: written by make docs -->", *lines, f"<!-- /{name} -->"])
-        page = re.sub(f"<!-- {name}: .*?<!-- /{name} -->", lambda _, block=block: block, page, flags=re.DOTALL)
-    return page
+    return {"means": [*_means(version, newest)], "steps": [*_table(rows)], "speed": [*_sentence(rows)]}
+
+
+def _sentence(rows: Mapping[str, Any]) -> Iterator[str]:
+    """Yields the means as a sentence, for pages that have no table."""
+    means = {name: _speeds(rows.values(), name) for name in (_OURS, _LOOPS, "ORTModule")}
+    ours, loops, module = (f"{_mean(found):.2f}" if found else "unknown" for found in means.values())
+    speeds = means[_OURS].values()
+    yield f"On two CPU cores, steps of {len(rows)} models are {ours} times as fast as eager PyTorch's in the geometric"
+    yield f"mean ({min(speeds):.2f} to {max(speeds):.2f}); {loops} with compiled loops; {module} with `ORTModule`."
 
 
 def _means(version: str, results: Mapping[str, Any]) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Train PyTorch models on ONNX Runtime behind the interface of the legacy ``ORTTrainer``."""
+"""Trains PyTorch and ONNX models behind the interface of ONNX Runtime's legacy ``ORTTrainer``."""
 
 import importlib
 from typing import TYPE_CHECKING, Any
@@ -60,11 +60,15 @@ _PLACES = {
     "register_onnx_operator": "export.user_operators",
     "register_operator": "export.torch",
 }
-_MISSING = """ort_trainer.{name} needs {package}, which is not installed. Install it with an engine:
+_MISSING = """ort_trainer.{name} needs {package}, which is not installed. Install it{how}
+Without it, only ort_trainer.api works, which trains from exported artifacts."""
+_WITH_ENGINE = """ with an engine:
   pip install 'ort_trainer[cpu]'     onnxruntime-training-cpu: Python up to 3.12
   pip install 'ort_trainer[cuda]'    onnxruntime-training with CUDA: Linux, Python up to 3.11
-  pip install 'ort_trainer[stock]'   onnxruntime: any Python and platform
-Without it, only ort_trainer.api works, which trains from exported artifacts."""
+  pip install 'ort_trainer[stock]'   onnxruntime: any Python and platform"""
+# A second distribution of ONNX Runtime would overwrite files of the first.
+_BESIDE_ENGINE = """, and keep the ONNX Runtime that is there:
+  pip install 'ort_trainer[trainer]'"""
 
 
 def __getattr__(name: str) -> Any:
@@ -79,7 +83,8 @@ def __getattr__(name: str) -> Any:
         package = (error.name or "").partition(".")[0]
         if package in ("", __name__, "onnxruntime"):  # our own module, or an error that already says what to do
             raise
-        raise ModuleNotFoundError(_MISSING.format(name=name, package=package), name=error.name) from error
+        how = _BESIDE_ENGINE if find_spec("onnxruntime") is not None else _WITH_ENGINE
+        raise ModuleNotFoundError(_MISSING.format(name=name, package=package, how=how), name=error.name) from error
     if name in _PLACES:
         globals()[name] = found = getattr(found, name)
     return found

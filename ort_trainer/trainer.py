@@ -18,7 +18,7 @@ from .export import loss_function
 from .export.torch import LossFunction
 from .optim import OptimizerConfig
 from .optim.step_info import TrainStepInfo
-from .options import ModelDescription, ORTTrainerOptions
+from .options import ModelDescription, OptionsDict, ORTTrainerOptions
 from .profiling import Profile
 from .state import PathOrFile, load_checkpoint_file, save_checkpoint_file
 from .state.state_dict import to_state_dict
@@ -46,7 +46,7 @@ _NO_COPY = (
 
 
 class ORTTrainer:
-    """Trains a PyTorch model on ONNX Runtime.
+    """Trains a PyTorch model or an ONNX model, one graph a step.
 
     The first :meth:`train_step` (or :meth:`prepare`) exports PyTorch's own forward and backward pass as one ONNX
     graph. The trainer trains the model's own parameters and buffers: the model is current after every step, and changes
@@ -55,8 +55,8 @@ class ORTTrainer:
     Args:
         model: The model. With ``loss_fn`` it returns the prediction; without it, the loss is one of its outputs. Either
             a PyTorch module, or an ONNX model: a ``ModelProto``, which is not changed, or the path of a file, with or
-            without external data. ONNX models need onnxruntime-training; all their floating-point initializers are
-            trained except those in ``utils.frozen_weights``.
+            without external data; all its floating-point initializers are trained except those in
+            ``utils.frozen_weights``.
         model_desc: ``{"inputs": [(name, shape), ...], "outputs": [(name, shape[, is_loss]), ...]}``. A shape lists
             sizes; a str in it names a dimension whose size may change from step to step. Inputs are named like the
             arguments of ``model.forward``; with ``loss_fn`` the last input is the label, whose name is free, unless
@@ -69,8 +69,8 @@ class ORTTrainer:
         loss_fn: A function or module (prediction, label, ...) -> scalar loss, or the name of one: ``cross_entropy``,
             ``mse``, ``l1``, ``smooth_l1``, ``huber``, ``nll`` or ``bce_with_logits``. The prediction is what the model
             returns; for an ONNX model, its first output. A function (prediction) -> scalar loss needs no label.
-        options: Settings; None for the defaults. The trainer uses the loss scaler and the schedule in them directly, so
-            they can serve only one trainer at a time.
+        options: Settings, as a dict or ``ORTTrainerOptions``; None for the defaults. The trainer uses the loss scaler
+            and the schedule in them directly, so they can serve only one trainer at a time.
 
     Raises:
         ModuleNotFoundError: If ONNX Runtime is not installed.
@@ -90,7 +90,7 @@ class ORTTrainer:
         model_desc: Mapping[str, Any] | str,
         optim_config: OptimizerConfig | torch.optim.Optimizer,
         loss_fn: LossFunction | str | None = None,
-        options: ORTTrainerOptions | None = None,
+        options: ORTTrainerOptions | OptionsDict | None = None,
     ) -> None:
         self.loss_fn = loss_function(loss_fn)
         self._loop = launch(model, model_desc, optim_config, self.loss_fn, options)

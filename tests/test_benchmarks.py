@@ -189,9 +189,10 @@ def test_a_release_adds_its_results(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     }  # fmt: skip
     drawn = speed.pictures(results)
     assert drawn["releases"].count(">0.1.0<") == 1 and drawn["releases"].count(">4.00<") == 2
-    page = speed.with_results("<!-- means: -->x<!-- /means -->\n<!-- steps: -->x<!-- /steps -->", results)
-    assert "| ort_trainer | **4.00** | 4.00 (MLP) | 4.00 (MLP) | 0 |" in page
-    assert f"| {rows['bert']['title']} | ORTModule | fails |" in page
+    blocks = {name: "\n".join(lines) for name, lines in speed.blocks(results).items()}
+    assert "| ort_trainer | **4.00** | 4.00 (MLP) | 4.00 (MLP) | 0 |" in blocks["means"]
+    assert f"| {rows['bert']['title']} | ORTModule | fails |" in blocks["steps"]
+    assert "steps of 2 models are 4.00 times as fast" in blocks["speed"]
 
 
 def test_a_steady_step_keeps_its_way_short() -> None:

@@ -37,7 +37,7 @@ ALLOWED = {
     "artifacts": {"core", "distributed", "engine", "export", "optim", "options", "state", "step", "train", "upstream"},
     "trainer": {"amp", "artifacts", "core", "distributed", "export", "fit", "optim", "options", "profiling", "runs"}
     | {"state", "train"},
-    "integrations": {"core", "module"},
+    "integrations": {"core", "module", "options"},
     # Each command imports what it needs when it runs; inspecting checkpoints of exports needs no PyTorch.
     "cli": {"artifacts", "core", "engine", "export", "options", "state", "step", "upstream"},
     "__main__": {"cli"},

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ort_trainer import ExportError, ORTTrainer, ORTTrainerOptions, optim
+from ort_trainer import ExportError, ORTModule, ORTTrainer, ORTTrainerOptions, optim
 from ort_trainer.engine.ort import maximum_opset
 
 from .helpers import MLP, MLP_DESC, mlp_batches, mlp_trainer
@@ -160,17 +160,21 @@ class NoForwardName(nn.Module):
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"model": None}, TypeError, "an onnx.ModelProto or the path of an ONNX file, but a NoneType"),
-        ({"model": object()}, TypeError, "an onnx.ModelProto or the path of an ONNX file, but a object"),
+        ({"model": None}, TypeError, "an onnx.ModelProto or the path of an ONNX file, but None was"),
+        ({"model": object()}, TypeError, "an onnx.ModelProto or the path of an ONNX file, but <object object"),
         ({"model_desc": 3}, TypeError, "model_desc must be a dict"),
         (
             {"optim_config": {}},
             TypeError,
             r"optim_config must be a config of ort_trainer.optim \(AdamConfig, .*SGDConfig\)",
         ),
+        ({"model": MLP}, TypeError, r"but the class MLP was given: pass an object, MLP\(...\)"),
+        ({"model": ORTModule(MLP())}, TypeError, "model is an ORTModule, .*: use the module inside, model.module"),
+        ({"optim_config": torch.optim.Adam}, TypeError, r"but the class Adam was given: pass an object, Adam\(...\)"),
         ({"loss_fn": 3}, TypeError, "loss_fn must be a function"),
+        ({"loss_fn": nn.CrossEntropyLoss}, TypeError, r"the class CrossEntropyLoss was given: pass an object"),
         ({"loss_fn": lambda p: p}, TypeError, r"loss_fn must take two arguments, \(prediction, label\)"),
-        ({"options": {}}, TypeError, "options must be ORTTrainerOptions"),
+        ({"options": 3}, TypeError, "options must be ORTTrainerOptions, a dict"),
         (
             {"model": NoForwardName()},
             ValueError,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 
@@ -66,6 +66,12 @@ class Module:
             inner.prepare_gradients(train.model.gradients)
         self._train = StepRunner(train, inner)
         self._eval = None if evaluation is None else StepRunner(evaluation, inner)
+
+    @overload
+    def __call__(self, *user_inputs: Array, **named_inputs: Array) -> Array | Any: ...
+
+    @overload
+    def __call__(self, *user_inputs: Input, **named_inputs: Input) -> Any: ...
 
     def __call__(self, *user_inputs: Input, **named_inputs: Input) -> Any:
         """Runs a training step, which adds to the gradients, or an evaluation step.

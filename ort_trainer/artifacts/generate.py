@@ -13,11 +13,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from ..core.errors import shown
+from ..core.errors import shown, was_given
 from ..distributed import launch
 from ..export import loss_function
 from ..optim import AdamConfig, OptimizerConfig, SGDConfig
-from ..options import ORTTrainerOptions
+from ..options import OptionsDict, ORTTrainerOptions
 from .kinds import LossType, OptimType
 
 __all__ = ["generate_artifacts"]
@@ -47,7 +47,7 @@ def generate_artifacts(
     *,
     model_desc: Mapping[str, Any] | str = "auto",
     sample_batch: Any = None,
-    options: ORTTrainerOptions | Mapping[str, Any] | None = None,
+    options: ORTTrainerOptions | OptionsDict | None = None,
     flavor: str = "ort_trainer",
     memory_budget: int | str | None = None,
     quantize_frozen: str | None = None,
@@ -139,11 +139,10 @@ def generate_artifacts(
         made = prepared(model, loss_fn, kind, batch, additional_output_names, loss_input_names, requires_grad)
     else:
         raise TypeError(
-            f"model must be a torch.nn.Module, an onnx.ModelProto or the path of an ONNX file, but {shown(model)} was "
-            "given"
+            f"model must be a torch.nn.Module, an onnx.ModelProto or the path of an ONNX file, but {was_given(model)}"
         )
     frozen = _frozen(made.parameters, requires_grad, frozen_params)
-    options = options if isinstance(options, ORTTrainerOptions) else ORTTrainerOptions(options)
+    options = ORTTrainerOptions.of(options)
     idle = {*frozen, *_frozen_before(made.model), *options.utils.frozen_weights}
     config, notes = _config(optimizer), dict[str, str]()
 
@@ -224,14 +223,10 @@ def _loss_function(loss: Any) -> Any:
     kind = LossType.__members__.get(loss.name) if isinstance(loss, Enum) else None
     if kind is not None:
         return _LOSSES[kind]
-    if isinstance(loss, Enum) or (loss is not None and not callable(loss) and not isinstance(loss, str)):
+    if isinstance(loss, (Enum, type)) or (loss is not None and not callable(loss) and not isinstance(loss, str)):
         raise TypeError(
             f"loss must be a LossType ({', '.join(LossType.__members__)}), a function (prediction, label) -> loss, or "
-            f"None, but {shown(loss)} was given"
-        )
-    if isinstance(loss, type):
-        raise TypeError(
-            f"loss must be a function, but the class {loss.__name__} was given: give an instance, {loss.__name__}()"
+            f"None, but {was_given(loss)}"
         )
     return loss_function(loss)
 
@@ -248,7 +243,7 @@ def _config(optimizer: Any) -> OptimizerConfig | torch.optim.Optimizer:
         return optimizer
     raise TypeError(
         f"optimizer must be an OptimType ({', '.join(OptimType.__members__)}), a config of ort_trainer.optim, an "
-        f"optimizer of torch.optim, or None, but {shown(optimizer)} was given"
+        f"optimizer of torch.optim, or None, but {was_given(optimizer)}"
     )
 
 

@@ -151,8 +151,8 @@ def _reason(name: str) -> str:
     if importlib.util.find_spec("torch") is None:
         return (
             "torch is not installed, and without torch ort_trainer.compat.install() provides only "
-            "onnxruntime.training.api, which trains from artifacts. To make artifacts or to train a model, install "
-            "ort_trainer with the extra [cpu], [cuda] or [stock] instead of [api]"
+            "onnxruntime.training.api, which trains from artifacts. To make artifacts or to train a model, "
+            "pip install 'ort_trainer[trainer]', which keeps the ONNX Runtime that is there"
         )
     if name.startswith(_REPLACED):
         return _ORTMODULE

@@ -145,7 +145,7 @@ def generate_sample(desc: IODescription, device: str | torch.device | None = Non
 
 
 class ORTTrainer:
-    """Trains a model on ONNX Runtime, with the constructor and methods of ``onnxruntime.capi.ort_trainer``.
+    """Trains a model, with the constructor and methods of ``onnxruntime.capi.ort_trainer``.
 
     Args:
         model: As for :class:`ort_trainer.ORTTrainer`.

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import ContextDecorator
 from enum import IntEnum
+from functools import reduce
 from types import TracebackType
 from typing import Any
 
@@ -16,6 +17,7 @@ import ort_trainer
 from .. import optim
 from ..core.errors import warn
 from ..engine.ort import engine, has_cuda
+from ..options.checks import SPELLINGS
 
 __all__ = [
     "ASSERTED",
@@ -48,6 +50,19 @@ class PropagateCastOpsStrategy(IntEnum):
     NONE = 0
     INSERT_AND_REDUCE = 1
     FLOOD_FILL = 2
+
+
+class _StrategyName(str):
+    """The name of a strategy, which equals a member of that name, too, of this enum or onnxruntime.training's."""
+
+    __slots__ = ()
+    __hash__ = str.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        return str.__eq__(self, getattr(other, "name", other))
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
 
 
 def set_cuda_mem_limit(limit: int) -> None:
@@ -103,6 +118,25 @@ class ORTTrainerOptions(ort_trainer.ORTTrainerOptions):
     def __init__(self, options: Mapping[str, Any] | None = None) -> None:
         super().__init__(_with_legacy_defaults(options))
         vars(self)["_original_opts"] = {} if options is None else dict(options)
+        self._add_spellings()
+
+    def showing(self, values: Mapping[str, Mapping[str, Any]]) -> ORTTrainerOptions:
+        """Returns options that show other values in some sections."""
+        result = super().showing(values)
+        assert isinstance(result, ORTTrainerOptions)
+        result._add_spellings()
+        return result
+
+    def _add_spellings(self) -> None:
+        """Makes options readable by the names of legacy's documentation, too, and the strategy equal to its enum."""
+        casts = vars(self.graph_transformer.propagate_cast_ops_config)
+        casts["strategy"] = None if casts["strategy"] is None else _StrategyName(casts["strategy"])
+        for other, own in SPELLINGS.items():
+            *sections, key = other.split(".")
+            vars(reduce(getattr, sections, self))[key] = reduce(getattr, own.split("."), self)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self._original_opts,)
 
     def tolerates(self, message: str) -> bool:
         """Warns, and returns True."""
@@ -112,7 +146,7 @@ class ORTTrainerOptions(ort_trainer.ORTTrainerOptions):
     @property
     def _validated_opts(self) -> dict[str, Any]:
         """Legacy's settings with its defaults, and newer ones that were given, as a new nested dict."""
-        document = self.to_dict()
+        document: Any = self.to_dict()
         for path in _NEW:
             section, _, key = path.partition(".")
             if key not in self._original_opts.get(section, {}):
@@ -122,7 +156,7 @@ class ORTTrainerOptions(ort_trainer.ORTTrainerOptions):
         casts["strategy"] = None if casts["strategy"] is None else getattr(kinds, casts["strategy"])
         if not self.is_given("_internal_use.onnx_opset_version"):
             document["_internal_use"]["onnx_opset_version"] = _LEGACY_OPSET
-        return document
+        return document  # type: ignore[no-any-return]
 
 
 Kinds = tuple[tuple[type[Exception] | tuple[type[Exception], ...], type[Exception]], ...]

@@ -15,7 +15,7 @@ from torch import nn
 import ort_trainer
 
 from ..core.errors import shown, warn
-from ..options import ORTTrainerOptions
+from ..options import OptionsDict, ORTTrainerOptions
 from ..step import Step
 
 __all__ = ["DebugOptions", "LogLevel", "ORTModule"]
@@ -115,7 +115,7 @@ class ORTModule(ort_trainer.ORTModule):
 
 
 class _Options(ORTTrainerOptions):
-    def __init__(self, options: Mapping[str, Any]) -> None:
+    def __init__(self, options: OptionsDict) -> None:
         super().__init__(options)
 
     def tolerates(self, message: str) -> bool:
@@ -125,7 +125,7 @@ class _Options(ORTTrainerOptions):
 
 
 def _options(debug: DebugOptions) -> ORTTrainerOptions:
-    given: dict[str, dict[str, Any]] = {}
+    given: OptionsDict = {}
     opset = os.environ.get("ORTMODULE_ONNX_OPSET_VERSION")
     if opset is not None:
         given["_internal_use"] = {"onnx_opset_version": int(opset)}

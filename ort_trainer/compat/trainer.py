@@ -15,7 +15,7 @@ from torch import nn
 import ort_trainer
 
 from ..export.onnx import OnnxModel
-from ..options import ModelDescription
+from ..options import ModelDescription, OptionsDict
 from ..train.transaction import outside_inference_mode
 from .options import ASSERTED, ORTTrainerOptions, raising
 from .training_session import TrainerSession
@@ -63,9 +63,9 @@ class ORTTrainer(ort_trainer.ORTTrainer):
         model_desc: Mapping[str, Any] | str,
         optim_config: ort_trainer.optim.OptimizerConfig,
         loss_fn: Callable[..., Any] | str | None = None,
-        options: ort_trainer.ORTTrainerOptions | None = None,
+        options: ort_trainer.ORTTrainerOptions | OptionsDict | None = None,
     ) -> None:
-        super().__init__(model, model_desc, optim_config, loss_fn, ORTTrainerOptions() if options is None else options)
+        super().__init__(model, model_desc, optim_config, loss_fn, ORTTrainerOptions.of(options))
 
     # The exceptions that legacy's documentation lists.
     @raising((RuntimeError, RuntimeWarning), ((TypeError, OSError), ValueError))

@@ -17,8 +17,10 @@ __all__ = [
     "MissingStateWarning",
     "ValueBranchError",
     "VerificationError",
+    "instead",
     "shown",
     "warn",
+    "was_given",
 ]
 
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
@@ -84,6 +86,20 @@ _SHORT = _Short()
 def shown(value: Any) -> str:
     """Returns any value as text for a message: one line of limited length."""
     return " ".join(_SHORT.repr(value).split())
+
+
+def instead(kind: type) -> str:
+    """Returns advice for a class that was given instead of an object."""
+    return f"pass an object, {kind.__name__}(...)"
+
+
+def was_given(value: Any) -> str:
+    """Returns the end of a message about a wrong argument: what was given, and advice if it is a class."""
+    return (
+        f"the class {value.__name__} was given: {instead(value)}"
+        if isinstance(value, type)
+        else f"{shown(value)} was given"
+    )
 
 
 def warn(message: str, kind: type[UserWarning] = UserWarning) -> None:

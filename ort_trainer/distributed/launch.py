@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 import torch
 import torch.distributed as dist
 
-from ..core.errors import DistributedError, shown
+from ..core.errors import DistributedError, was_given
 from ..engine.ort import check_engine, resolve_device
 from ..export import BORROWED, model_source
 from ..export.torch import LossFunction
 from ..optim import OptimizerConfig, rules
 from ..optim.torch_optimizer import TorchOptimizerConfig
-from ..options import ORTTrainerOptions
+from ..options import OptionsDict, ORTTrainerOptions
 from ..train.loop import TrainingLoop
 from ..train.strategy import Strategy
 from ..train.transaction import outside_inference_mode
@@ -99,7 +99,7 @@ def launch(
     model_desc: Mapping[str, Any] | str,
     optim_config: OptimizerConfig | torch.optim.Optimizer,
     loss_fn: LossFunction | None,
-    options: ORTTrainerOptions | None,
+    options: ORTTrainerOptions | OptionsDict | None,
 ) -> TrainingLoop:
     """Returns the training loop of a model; its ``options`` show the place of this process.
 
@@ -116,13 +116,9 @@ def launch(
     if not isinstance(optim_config, OptimizerConfig):
         raise TypeError(
             f"optim_config must be a config of ort_trainer.optim ({', '.join(sorted(rules.__all__))}) or an "
-            f"optimizer of torch.optim, but {shown(optim_config)} was given"
+            f"optimizer of torch.optim, but {was_given(optim_config)}"
         )
-    options = ORTTrainerOptions() if options is None else options
-    if not isinstance(options, ORTTrainerOptions):
-        raise TypeError(
-            f"options must be ORTTrainerOptions, but {shown(options)} was given: wrap the dict in the class"
-        )
+    options = ORTTrainerOptions.of(options)
     place = find_place(options)
     device = resolve_device(options.device.id, options.is_given("device.id"), place.local_rank)
     strategy = _choose_strategy(options, device, place)

@@ -253,7 +253,7 @@ def parse_device(text: str) -> Device:
     if _PROVIDERS[kind] not in available:
         raise ValueError(
             f"device {text!r} needs {_PROVIDERS[kind]}, but the installed ONNX Runtime {engine().__version__} has "
-            f"only {available}: use device='cpu', or install a build that has it"
+            f"only {available}: use device='cpu', or uninstall it and install a build that has it"
         )
     return Device(kind, int(index or 0))
 
@@ -284,7 +284,7 @@ def resolve_device(name: str, explicit: bool, local_rank: int | None = None) -> 
         raise ValueError(
             f"device.id {name!r} was asked for, but CUDA is not available (ONNX Runtime {onnxruntime.__version__} has "
             f"{available_providers()}, torch.cuda.is_available() is {torch.cuda.is_available()}): "
-            "set device.id to 'cpu', leave it out, or install CUDA builds of both"
+            "set device.id to 'cpu', leave it out, or uninstall both and install CUDA builds"
         )
     index, count = device.index, torch.cuda.device_count()
     if index is None and local_rank is not None:

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 from torch.nn import functional as F
 
-from ..core.errors import shown
+from ..core.errors import was_given
 from ..optim import OptimizerConfig
 from ..options import ORTTrainerOptions
 from .model_source import Builder, ModelSource
@@ -40,10 +40,10 @@ def loss_function(loss_fn: LossFunction | str | None) -> LossFunction | None:
         TypeError: If it is neither a function nor a known name.
     """
     found = _LOSSES.get(loss_fn, loss_fn) if isinstance(loss_fn, str) else loss_fn
-    if found is not None and not callable(found):
+    if found is not None and (not callable(found) or isinstance(found, type)):
         raise TypeError(
-            f"loss_fn must be a function (prediction, label) -> loss, or one of {sorted(_LOSSES)}, but {shown(found)} "
-            "was given"
+            f"loss_fn must be a function (prediction, label) -> loss, or one of {sorted(_LOSSES)}, but "
+            f"{was_given(found)}"
         )
     return found
 
@@ -63,6 +63,5 @@ def model_source(
     if is_onnx_model(model):
         return OnnxSource(model, loss_fn, optim_config, options)
     raise TypeError(
-        "model must be a torch.nn.Module, an onnx.ModelProto or the path of an ONNX file, but a "
-        f"{type(model).__name__} was given"
+        f"model must be a torch.nn.Module, an onnx.ModelProto or the path of an ONNX file, but {was_given(model)}"
     )

@@ -173,7 +173,8 @@ class Progress(Callback):
 
     def on_fit_end(self, state: FitState, trainer: Trainer) -> None:
         self._close()
-        self._write(repr(state).splitlines()[0])
+        if state.status != "completed":  # which the last epoch's line says
+            self._write(f"{state.status}: {state.reason}" if state.reason else state.status)
 
     def _close(self) -> None:
         if self._bar is not None:

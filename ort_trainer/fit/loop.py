@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..core.errors import CheckpointError, shown
+from ..core.errors import CheckpointError, shown, was_given
 from ..core.interrupts import uninterrupted
 from ..runs import CheckpointManager, Position, StopSignals
 from ..runs.position import length_of, own_place
@@ -64,7 +64,7 @@ def fit(
     every = [*callbacks, *shows, *([] if checkpoints is None else [checkpoints])]
     for callback in every:
         if not isinstance(callback, Callback):
-            raise TypeError(f"a callback must be an ort_trainer.fit.Callback, but {shown(callback)} was given")
+            raise TypeError(f"a callback must be an ort_trainer.fit.Callback, but {was_given(callback)}")
     state = _new_state(epochs, train_loader, eval_loader is not None, measured, callbacks)
     load = _to_resume(resume, checkpoints)
     if trainer.world_rank:
@@ -198,8 +198,10 @@ class _Fit:
             if self.consensus.pressed:
                 break
             batch = _moved(given, self.device)
-            loss, outputs = _split(trainer, trainer.eval_step(_inputs(batch, trainer)))
             size = _samples(batch)
+            if not size:
+                continue
+            loss, outputs = _split(trainer, trainer.eval_step(_inputs(batch, trainer)))
             total, count = total + loss * size, count + size
             if len(self.metrics):
                 if not outputs:

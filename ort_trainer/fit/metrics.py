@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ..core.errors import shown
+from ..core.errors import shown, was_given
 
 __all__ = ["Metrics"]
 
@@ -62,21 +63,21 @@ class _Metric:
         if isinstance(metric, tuple) and len(metric) == 2 and callable(metric[1]):
             metric, self._prepare = metric
         self._metric, self._named = metric, name is not None
-        if all(hasattr(metric, part) for part in ("update", "compute", "reset")):
+        is_object = not isinstance(metric, type)
+        if is_object and all(hasattr(metric, part) for part in ("update", "compute", "reset")):
             self.kind = "object"
-        elif all(hasattr(metric, part) for part in ("add_batch", "compute")):
+        elif is_object and all(hasattr(metric, part) for part in ("add_batch", "compute")):
             self.kind = "batches"
-        elif callable(metric):
+        elif is_object and callable(metric):
             self.kind = "function"
         else:
             raise TypeError(
                 f"a metric must be a function (outputs, labels) -> number, or have update(), compute() and reset(), or "
-                f"add_batch() and compute(), but {shown(metric)} was given"
+                f"add_batch() and compute(), but {was_given(metric)}"
             )
         if name is not None and not isinstance(name, str):
             raise TypeError(f"names of metrics must be str, but {shown(name)} was given")
-        own = getattr(metric, "__name__", None) or getattr(metric, "name", None)
-        self.name: str = name or (own if isinstance(own, str) else type(metric).__name__)
+        self.name: str = name or _name(metric)
         self.reset()
 
     def reset(self) -> None:
@@ -109,6 +110,15 @@ class _Metric:
             return float(value)
         except (TypeError, ValueError, RuntimeError) as error:
             raise TypeError(f"metric {self.name!r} must return a number, but it returned {shown(value)}") from error
+
+
+def _name(metric: Any) -> str:
+    """Returns a metric's own name; ``metric`` for a lambda, which has none."""
+    while isinstance(metric, functools.partial):
+        metric = metric.func
+    own = getattr(metric, "__name__", None) or getattr(metric, "name", None)
+    name = own if isinstance(own, str) else type(metric).__name__
+    return "metric" if name == "<lambda>" else name
 
 
 def _check_unique(names: Sequence[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -96,7 +97,8 @@ class FitState:
         self._clock = now
         self.batch, self.steps = self.batch + 1, self.steps + 1
         self.loss, self.outputs = loss, outputs
-        self._loss_sum, self._loss_samples = self._loss_sum + loss * samples, self._loss_samples + samples
+        if samples:  # the mean loss of an empty batch is NaN
+            self._loss_sum, self._loss_samples = self._loss_sum + loss * samples, self._loss_samples + samples
 
     def record(self, trainer: Trainer) -> dict[str, Any]:
         """Returns the current figures, with the loss of the last batch."""
@@ -118,7 +120,8 @@ class FitState:
             trainer: The trainer.
             shares: The results of :meth:`share` of all processes.
         """
-        loss = sum(share["loss_sum"] for share in shares) / sum(share["loss_samples"] for share in shares)
+        samples = sum(share["loss_samples"] for share in shares)
+        loss = sum(share["loss_sum"] for share in shares) / samples if samples else math.nan
         speeds = [share["speed"] for share in shares if share["speed"] is not None]
         joint = {"loss": loss, "samples_per_second": sum(speeds) if speeds else None}
         self.history.append({**self.record(trainer), **joint, **self.metrics})

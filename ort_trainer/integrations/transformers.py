@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
 
 from ..core.errors import shown
 from ..module import ORTModule
+from ..options import OptionsDict, ORTTrainerOptions
 
 try:
     import accelerate  # noqa: F401 # Trainer needs it, but only notices when its arguments are created
@@ -57,7 +57,7 @@ class OrtTrainer(Trainer):  # type: ignore[misc] # the type checker does not fol
         model: nn.Module | None = None,
         args: Any = None,
         *rest: Any,
-        ort_options: Mapping[str, Any] | None = None,
+        ort_options: ORTTrainerOptions | OptionsDict | None = None,
         **kwargs: Any,
     ) -> None:
         for name, advice in _REFUSED.items():
@@ -72,4 +72,10 @@ class OrtTrainer(Trainer):  # type: ignore[misc] # the type checker does not fol
         return self._wrapped(super().call_model_init(*args, **kwargs))
 
     def _wrapped(self, model: nn.Module) -> nn.Module:
-        return model if isinstance(model, ORTModule) else ORTModule(model, self._ort_options)
+        if not isinstance(model, ORTModule):
+            return ORTModule(model, self._ort_options)
+        if self._ort_options is not None:
+            raise ValueError(
+                "ort_options have no effect on a model that is an ORTModule already: pass them to ORTModule"
+            )
+        return model

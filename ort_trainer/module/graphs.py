@@ -148,7 +148,7 @@ class CallGraphs:
 
     def _begin(self) -> ModelWatch:
         refuse_uninitialized(self._module)
-        self._watch = ModelWatch(self._module, list(canonical_names(self._module)), (), own_modes=True)
+        self._watch = ModelWatch(self._module, list(canonical_names(self._module)), (), for_calls=True)
         self._root = Root(self._module, None, self._arguments)
         self._reads = Reads(self._root)
         self._outside: dict[str, torch.Tensor] = {}

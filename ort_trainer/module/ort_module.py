@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..core.errors import shown
-from ..options import ORTTrainerOptions
+from ..core.errors import was_given
+from ..options import OptionsDict, ORTTrainerOptions
 from .fallback import AT_RUN_TIME, Fallback, NoGraphError, foreign_context, is_running, policy_of
 from .forward import Graphed, Outer, graphed_in, rebound
 from .graphs import CallGraphs
@@ -89,7 +89,7 @@ class ORTModule(nn.Module):
     def __init__(
         self,
         module: nn.Module,
-        options: ORTTrainerOptions | Mapping[str, Any] | None = None,
+        options: ORTTrainerOptions | OptionsDict | None = None,
         fallback: str | None = None,
     ) -> None:
         _check(module)
@@ -248,7 +248,7 @@ def _special(name: str) -> Callable[..., Any]:
 
 def _check(module: Any) -> None:
     if not isinstance(module, nn.Module):
-        raise TypeError(f"module must be a torch.nn.Module, but {shown(module)} was given")
+        raise TypeError(f"module must be a torch.nn.Module, but {was_given(module)}")
     kind = type(module).__name__
     if isinstance(module, ORTModule):
         raise TypeError("module is an ORTModule already")
@@ -260,8 +260,8 @@ def _check(module: Any) -> None:
         raise TypeError("module is the result of torch.compile(): use the module inside, module._orig_mod")
 
 
-def _checked(options: ORTTrainerOptions | Mapping[str, Any] | None) -> ORTTrainerOptions:
-    found = options if isinstance(options, ORTTrainerOptions) else ORTTrainerOptions(dict(options or {}))
+def _checked(options: ORTTrainerOptions | OptionsDict | None) -> ORTTrainerOptions:
+    found = ORTTrainerOptions.of(options)
     # Sections and the parts of an option have paths, too.
     idle = [p for p in found.given if not any(f"{p}.".startswith(f"{o}.") or o.startswith(f"{p}.") for o in _OPTIONS)]
     if idle:

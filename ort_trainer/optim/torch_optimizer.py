@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..core.errors import shown
+from ..core.errors import shown, was_given
 from ..core.signatures import signature_of
 from .config import OptimizerConfig, number
 from .parts import global_norm
@@ -416,7 +416,7 @@ def from_torch(optimizer: torch.optim.Optimizer) -> FollowedConfig:
         >>> trainer = ORTTrainer(model, model_desc, optim.from_torch(optimizer), loss_fn=loss_fn)
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(f"from_torch takes an optimizer of torch.optim, but {shown(optimizer)} was given")
+        raise TypeError(f"from_torch takes an optimizer of torch.optim, but {was_given(optimizer)}")
     optimizer = _unwrapped(optimizer)
     try:
         entry = equivalent_rule(optimizer)

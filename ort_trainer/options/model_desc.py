@@ -9,22 +9,9 @@ from typing import Any
 
 from ..core.errors import shown
 from .schema import SchemaValidator, flatten_errors, load_schema
+from .section import FrozenList
 
 __all__ = ["InputDescription", "ModelDescription", "OutputDescription"]
-
-
-class _Shape(tuple[int | str, ...]):
-    """The sizes of a description: an immutable tuple that also equals a list, the form in which users write it."""
-
-    __slots__ = ()
-
-    def __eq__(self, other: object) -> bool:
-        return tuple.__eq__(self, tuple(other) if isinstance(other, list) else other)
-
-    def __ne__(self, other: object) -> bool:
-        return not self == other
-
-    __hash__ = tuple.__hash__
 
 
 class _Entry:
@@ -124,10 +111,13 @@ class ModelDescription:
             )
         validator = _DescriptionValidator(load_schema("model_desc"))
         if not validator.validate(dict(model_desc)):
-            errors = "; ".join(f"{path}: {message}" for path, message in flatten_errors(validator.errors))
+            found = flatten_errors(validator.errors)
+            errors = "; ".join(f"{'.'.join(map(str, path))}: {message}" for path, message in found)
             raise ValueError(f"Invalid model_desc: {errors}")
-        self.inputs = tuple(InputDescription(name, _Shape(shape)) for name, shape in model_desc["inputs"])
-        self.outputs = tuple(OutputDescription(e[0], _Shape(e[1]), len(e) == 3 and e[2]) for e in model_desc["outputs"])
+        self.inputs = tuple(InputDescription(name, FrozenList(shape)) for name, shape in model_desc["inputs"])
+        self.outputs = tuple(
+            OutputDescription(e[0], FrozenList(e[1]), len(e) == 3 and e[2]) for e in model_desc["outputs"]
+        )
         self.inferred, self.corrected = inferred, corrected
         names = [*self.input_names, *self.output_names]
         repeated = sorted({name for name in names if names.count(name) > 1})

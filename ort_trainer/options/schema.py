@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import cerberus
 
 from .checks import SPELLINGS
+from .explain import shown_given
 
 __all__ = [
     "ListedOption",
@@ -59,7 +60,7 @@ class SchemaValidator(cerberus.Validator):  # type: ignore[misc]
 
     def _check_with_callable(self, field: str, value: Any) -> None:
         if value is not None and not callable(value):
-            self._error(field, "Must be callable or None")
+            self._error(field, "must be callable or None")
 
     def _check_with_positive(self, field: str, value: Any) -> None:
         if value is not None and not (isinstance(value, (int, float)) and 0 < value < float("inf")):
@@ -77,18 +78,19 @@ def beyond_default(schema: Mapping[str, Any], document: Mapping[str, Any]) -> It
         if "only_default" in meta and value != rules["default"]:
             only = f"can't be changed from {rules['default']!r}, because other values have no effect: "
             own = meta.get("refused", meta.get("idle", ""))
-            yield path, own.format(value) or only + meta["only_default"], "refused" not in meta
+            harmless = "refused" not in meta
+            message = own.format(value) or only + meta["only_default"]
+            yield path, message + shown_given(value) if harmless else message, harmless
 
 
-def flatten_errors(errors: Mapping[Any, Any], path: str = "") -> Iterator[tuple[str, str]]:
-    """Yields every (dotted path, message) of a cerberus error tree, in the tree's order."""
+def flatten_errors(errors: Mapping[Any, Any], path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], str]]:
+    """Yields every (keys, message) of a cerberus error tree, in the tree's order."""
     for key, entries in errors.items():
-        here = f"{path}.{key}" if path else str(key)
         for entry in entries:
             if isinstance(entry, Mapping):
-                yield from flatten_errors(entry, here)
+                yield from flatten_errors(entry, (*path, key))
             else:
-                yield here, str(entry)
+                yield (*path, key), str(entry)
 
 
 class ListedOption(NamedTuple):

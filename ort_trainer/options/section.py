@@ -16,7 +16,21 @@ else:
         return lambda kind: kind
 
 
-__all__ = ["Section"]
+__all__ = ["FrozenList", "Section", "thawed"]
+
+
+class FrozenList(tuple[Any, ...]):
+    """An immutable list: a tuple that also equals a list, the form in which users write it."""
+
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        return tuple.__eq__(self, tuple(other) if isinstance(other, list) else other)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    __hash__ = tuple.__hash__
 
 
 @dataclass_transform(frozen_default=True)
@@ -61,6 +75,9 @@ class Section:
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.to_dict()!r})"
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.to_dict(),)
+
     def __copy__(self) -> Section:
         return self
 
@@ -69,18 +86,19 @@ class Section:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns all values, including defaults, as new nested dicts and lists."""
-        return {key: _thaw(getattr(self, key)) for key in self}
+        return {key: thawed(getattr(self, key)) for key in self}
 
 
 def _freeze(value: Any) -> Any:
     if isinstance(value, Mapping):
         return MappingProxyType({key: _freeze(entry) for key, entry in value.items()})
-    return tuple(value) if isinstance(value, (list, tuple, set)) else value
+    return FrozenList(value) if isinstance(value, (list, tuple, set)) else value
 
 
-def _thaw(value: Any) -> Any:
+def thawed(value: Any) -> Any:
+    """Returns the value of an option in the form in which users write it: new dicts and lists."""
     if isinstance(value, Section):
         return value.to_dict()
     if isinstance(value, Mapping):
-        return {key: _thaw(entry) for key, entry in value.items()}
+        return {key: thawed(entry) for key, entry in value.items()}
     return list(value) if isinstance(value, tuple) else value

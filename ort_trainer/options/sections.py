@@ -9,6 +9,7 @@ from .section import Section
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from enum import Enum
+    from os import PathLike
     from typing import Any, Literal
 
     import onnx
@@ -42,7 +43,7 @@ class DeviceOptions(Section):
     """Section `device` of the options."""
 
     id: str
-    """Device of the training: `cpu`, `cuda` or `cuda:N`."""
+    """Device of the training: `cpu`, `cuda` or `cuda:N`, or a torch.device."""
     mem_limit: int
     """Bytes that ONNX Runtime may allocate on a CUDA device; 0 for no limit."""
 
@@ -50,7 +51,7 @@ class DeviceOptions(Section):
 class DeviceOptionsDict(TypedDict, total=False):
     """Section `device` of the options, as a dict."""
 
-    id: str
+    id: str | torch.device
     mem_limit: int
 
 
@@ -242,7 +243,7 @@ class UtilsOptions(Section):
     """Name of the input that is an attention mask [batch, time]: training does not compute what only places that it
     masks would need."""
     moments: Literal["float32", "bfloat16"]
-    """Dtype in which the optimizer keeps its moments."""
+    """Dtype in which the optimizer keeps its moments, as a name or a torch.dtype."""
     cache_exports: bool
     """Stores the exported graphs of PyTorch models in the user's cache folder for the next start of the script; see
     docs/start_up.md."""
@@ -263,7 +264,7 @@ class UtilsOptionsDict(TypedDict, total=False):
     random_numbers: Literal["fast", "pytorch", "pytorch_global"]
     kernels: Literal["auto", "onnxruntime", "pytorch", "compiled"]
     remove_padding: str
-    moments: Literal["float32", "bfloat16"]
+    moments: Literal["float32", "bfloat16"] | torch.dtype
     cache_exports: bool
     run_symbolic_shape_infer: bool
 
@@ -288,10 +289,10 @@ class GraphSavePathsOptions(Section):
 class GraphSavePathsOptionsDict(TypedDict, total=False):
     """Section `debug.graph_save_paths` of the options, as a dict."""
 
-    model_after_graph_transforms_path: str
-    model_with_gradient_graph_path: str
-    model_with_training_graph_path: str
-    model_with_training_graph_after_optimization_path: str
+    model_after_graph_transforms_path: str | PathLike[str]
+    model_with_gradient_graph_path: str | PathLike[str]
+    model_with_training_graph_path: str | PathLike[str]
+    model_with_training_graph_after_optimization_path: str | PathLike[str]
 
 
 class DebugOptions(Section):

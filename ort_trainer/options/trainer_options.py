@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from functools import reduce
 from typing import Any
@@ -10,12 +11,13 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler as TorchScheduler
 
 from ..amp import LossScaler
-from ..core.errors import shown, warn
+from ..core.errors import warn, was_given
 from ..engine.ort import is_session_options
 from ..optim import LRScheduler
 from .checks import conflicts, idle, respelled
+from .explain import explained
 from .schema import SchemaValidator, beyond_default, flatten_errors, leaves, load_schema
-from .section import Section
+from .section import Section, thawed
 from .sections import Options, OptionsDict
 
 __all__ = ["ORTTrainerOptions"]
@@ -60,18 +62,11 @@ class _OptionsValidator(
     def _normalize_coerce_dtype_name(self, value: Any) -> Any:
         return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
 
+    def _normalize_coerce_device_name(self, value: Any) -> Any:
+        return str(value) if isinstance(value, torch.device) else value
 
-def _describe(document: Mapping[str, Any], path: str) -> str:
-    """Returns a phrase with the value given at a dotted path; empty if none was."""
-    value: Any = document
-    for key in path.split("."):
-        if isinstance(value, Mapping) and key in value:
-            value = value[key]
-        elif isinstance(value, (list, tuple)) and key.isdecimal():
-            value = value[int(key)]
-        else:
-            return ""
-    return f" (given: {shown(value)}, {type(value).__name__})"
+    def _normalize_coerce_path(self, value: Any) -> Any:
+        return os.fsdecode(value) if isinstance(value, os.PathLike) else value
 
 
 class ORTTrainerOptions(Options):
@@ -96,23 +91,25 @@ class ORTTrainerOptions(Options):
 
     _given: frozenset[str]
 
-    def __init__(self, options: OptionsDict | Mapping[str, Any] | None = None) -> None:
+    def __init__(self, options: OptionsDict | None = None) -> None:
         if options is None:
             options = {}
         if not isinstance(options, Mapping):
             raise TypeError(
-                f"options must be a dict or None, but a {type(options).__name__} was given: {shown(options)}"
+                f"options must be ORTTrainerOptions, a dict such as {{'device': {{'id': 'cpu'}}}}, or None, but "
+                f"{was_given(options)}"
             )
-        options, errors = respelled(options)
-        given = frozenset(_paths(options))
+        document, errors = respelled(options)
+        given = frozenset(_paths(document))
         validator = _OptionsValidator(_SCHEMA)
-        valid = validator.validate(options)
-        for path, message in flatten_errors(validator.errors):
-            errors.append(f"{path}: {message}{_describe(options, path)}")
+        valid = validator.validate(document)
+        # cerberus may report several errors of one value, in its own words.
+        wrong = dict.fromkeys(path for path, _ in flatten_errors(validator.errors))
+        errors += [explained(_SCHEMA, path, document) for path in wrong]
         if valid:
             errors += conflicts(validator.document, given)
             for path, message, harmless in beyond_default(_SCHEMA, validator.document):
-                message = f"{path}: {message}{_describe(options, path) if harmless else ''}"
+                message = f"{path}: {message}"
                 errors += [] if harmless and self.tolerates(message) else [message]
             errors += [message for message in idle(validator.document) if not self.tolerates(message)]
         if errors:
@@ -127,6 +124,15 @@ class ORTTrainerOptions(Options):
             document["_internal_use"]["onnx_opset_version"] = _MINIMUM_OPSET
         Section.__init__(self, document)
         vars(self)["_given"] = given
+
+    @classmethod
+    def of(cls, options: ORTTrainerOptions | OptionsDict | None) -> ORTTrainerOptions:
+        """Returns options that a user may give as such, as a dict, or as None.
+
+        Raises:
+            TypeError, ValueError: As the constructor.
+        """
+        return options if isinstance(options, ORTTrainerOptions) else cls(options)
 
     def is_given(self, path: str) -> bool:
         """Returns whether the user gave the setting at this dotted path, even if with its default."""
@@ -144,7 +150,17 @@ class ORTTrainerOptions(Options):
 
     def changed(self, changes: Mapping[str, Mapping[str, Any]]) -> ORTTrainerOptions:
         """Returns options with other values in some sections, validated again."""
-        given: dict[str, Any] = {}
+        given = self._given_values()
+        for name, values in changes.items():
+            given[name] = {**given.get(name, {}), **values}
+        return type(self)(given)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self._given_values(),)
+
+    def _given_values(self) -> Any:
+        """Returns the options that the user gave, as a new dict."""
+        given: Any = {}
         for path in sorted(self._given):
             *sections, key = path.split(".")
             section: Any = self
@@ -155,14 +171,17 @@ class ORTTrainerOptions(Options):
                 inner = given
                 for name in sections:
                     inner = inner.setdefault(name, {})
-                inner[key] = value
-        for name, values in changes.items():
-            given[name] = {**given.get(name, {}), **values}
-        return type(self)(given)
+                inner[key] = thawed(value)
+        return given
+
+    def to_dict(self) -> OptionsDict:  # type: ignore[override] # a more exact type of the same dict
+        """Returns all settings, including defaults, as new nested dicts and lists."""
+        settings: Any = super().to_dict()
+        return settings  # type: ignore[no-any-return]
 
     def showing(self, values: Mapping[str, Mapping[str, Any]]) -> ORTTrainerOptions:
         """Returns options that show other values in some sections, neither given by the user nor validated."""
-        document = self.to_dict()
+        document: Any = self.to_dict()
         for name, section in values.items():
             document[name].update(section)
         result = object.__new__(type(self))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -91,6 +92,8 @@ def fill(profile: Profile, steps: Sequence[MeasuredStep], origins: GraphOrigins,
     sums = _Sums(complete or steps, origins)
     profile.seconds = tuple(step.duration / 1e9 for step in steps)
     profile.milliseconds = sums.mean(sums.total)
+    waits = [after.start - before.end for before, after in itertools.pairwise(steps)]
+    profile.waiting = sum(waits) / max(len(waits), 1) / 1e6
     profile.operators, profile.modules = sums.operator_times(), sums.module_times()
     profile.products = sums.mean(sum(spent for name, spent in sums.operators.items() if is_product(name)))
     profile.optimizer = sums.mean(sums.updates)

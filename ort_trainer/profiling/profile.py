@@ -68,6 +68,7 @@ class Profile:
         modules: The modules of the model, in its order; none for an ONNX model.
         products: Milliseconds per step in matrix products, convolutions, attention and recurrent layers.
         optimizer: Milliseconds per step in the weight update, including clipping and the check for finite gradients.
+        waiting: Milliseconds between two steps: waiting for data, and what the loop does itself. Not a part of a step.
         overhead: Milliseconds per step outside operators and update: Python, this package, the engine between nodes.
         kernels: Whose kernels computed the steps.
         remarks: What to know about the figures.
@@ -79,6 +80,7 @@ class Profile:
     modules: tuple[ModuleTime, ...]
     products: float
     optimizer: float
+    waiting: float
     overhead: float
     kernels: str
     remarks: tuple[str, ...]
@@ -108,6 +110,8 @@ def _report(profile: Profile) -> list[str]:
     seconds = profile.seconds
     spread = f"{min(seconds) * 1000:.2f} to {max(seconds) * 1000:.2f}"
     lines = [f"{len(seconds)} training steps of {profile.milliseconds:.2f} ms ({spread}), on {profile.kernels} kernels"]
+    if profile.steps > 1:
+        lines.append(f"{profile.waiting:.2f} ms between two steps: waiting for data, and the loop's own code")
     lines += ["", *_table(("part of a step", "ms", "share"), _parts(profile))]
     shown = profile.operators[:_OPERATORS]
     rows = [(row.name, f"{row.calls:g}", f"{row.milliseconds:.3f}", _percent(row.share)) for row in shown]
@@ -126,7 +130,7 @@ def _report(profile: Profile) -> list[str]:
     lines += ["", *profile.remarks] if profile.remarks else []
     if profile.trace is not None:
         lines += ["", f"trace: {profile.trace} (open it in chrome://tracing or https://ui.perfetto.dev)"]
-    return lines
+    return [*lines, "", "what makes a step faster: docs/slow_steps.md"]
 
 
 def _parts(profile: Profile) -> list[tuple[str, str, str]]:

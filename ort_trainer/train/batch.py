@@ -13,11 +13,14 @@ from ..engine.torch_memory import readable
 from ..export.nested import Layout, argument_of, default_layout, flatten
 from ..options import InputDescription, ModelDescription
 
-__all__ = ["Batch", "check_batch", "read_batch", "to_tensor", "unpack"]
+__all__ = ["Batch", "NoTensorError", "check_batch", "read_batch", "to_tensor", "unpack"]
 
 
-_NO_TENSOR = "input {!r} must be a torch.Tensor or a numpy array, but a {} was given: {}"
 _MASKED = "input {!r} is a masked array, whose mask would be lost: call filled(), and pass the mask as another input"
+
+
+class NoTensorError(TypeError):
+    """An input is neither a tensor nor an array."""
 
 
 class Batch(dict[str, torch.Tensor]):
@@ -42,6 +45,8 @@ class Batch(dict[str, torch.Tensor]):
     def extremes(self, name: str, ignored: int | None) -> tuple[int, int]:
         """Returns the lowest and highest value, computed on the tensor's device; ignored values are taken as 0."""
         values = self[name]
+        if not values.numel():
+            return 0, 0
         lowest, highest = torch.aminmax(values)
         found = int(lowest.item()), int(highest.item())
         if ignored is not None and ignored in found:
@@ -130,7 +135,7 @@ def _taken_apart(given: Mapping[str, Any], names: Sequence[str]) -> tuple[dict[s
         found = [name for name in leaves if argument_of(name) == argument]
         if sorted(found) != sorted(expected):
             if expected == [argument]:
-                raise TypeError(_NO_TENSOR.format(argument, type(given[argument]).__name__, shown(given[argument])))
+                raise _no_tensor(argument, given[argument])
             what = shown(given[argument]) if layout[0] == "value" else f"a nested value with the parts {found}"
             raise TypeError(
                 f"input {argument!r} is {what}, but the model description has "
@@ -163,10 +168,19 @@ def to_tensor(name: str, value: Any) -> torch.Tensor:
         array = np.ascontiguousarray(value, dtype=np.asarray(value).dtype.newbyteorder("="))
         value = torch.from_numpy(array if array.flags.writeable else array.copy()).reshape(np.shape(value))
     if not isinstance(value, torch.Tensor):
-        raise TypeError(_NO_TENSOR.format(name, type(value).__name__, shown(value)))
+        raise _no_tensor(name, value)
     if value.layout != torch.strided:
         raise TypeError(f"input {name!r} must be a dense tensor, but its layout is {value.layout}: call to_dense()")
     return readable(name, value.detach().contiguous())
+
+
+def _no_tensor(name: str, value: Any) -> NoTensorError:
+    what = shown(value)
+    if isinstance(value, (list, tuple)):  # shown, it would hide the advice
+        function = "stack" if any(isinstance(entry, torch.Tensor) for entry in value) else "tensor"
+        what = f"make a tensor of it, torch.{function}(...)"
+    kind = type(value).__name__
+    return NoTensorError(f"input {name!r} must be a torch.Tensor or a numpy array, but a {kind} was given: {what}")
 
 
 def check_batch(
@@ -185,7 +199,7 @@ def check_batch(
 
     Raises:
         TypeError: If a tensor has the wrong dtype.
-        ValueError: If a tensor has the wrong shape, is empty, or is on another device; or if two inputs give one
+        ValueError: If a tensor has the wrong shape, or is on another device; or if two inputs give one
             symbolic dimension different sizes.
     """
     sizes: dict[str, tuple[int, str]] = {}
@@ -209,8 +223,6 @@ def _check(
             f"{len(described)}: {described}"
         )
     for axis, (size, expected) in enumerate(zip(shape, described, strict=True)):
-        if size == 0:
-            raise ValueError(f"input {entry.name!r} is empty: its shape is {shape}. Skip empty batches")
         if isinstance(expected, int):
             if size != expected:
                 raise ValueError(

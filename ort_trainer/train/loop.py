@@ -934,7 +934,8 @@ class TrainingLoop:
         source, config, graphs = self.source, self.config, self.graphs
         tensors = {**source.parameters, **source.buffers}
         aliases = source.names_of_trainable()
-        options = {name: value for name, value in self.options.to_dict().items() if name not in _OWN}
+        settings: dict[str, Any] = {**self.options.to_dict()}
+        options = {name: value for name, value in settings.items() if name not in _OWN}
         options["distributed"] = {name: value for name, value in options["distributed"].items() if name not in _RANKS}
         described = bool(graphs.output_names)  # otherwise the description is derived from the first batch
         return {

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..core.errors import shown
+from ..core.errors import ExportError, shown
 from ..engine import Executor, Plan
 from ..engine.memory import return_freed_memory
 from ..export import Builder, ModelSource
@@ -19,7 +19,7 @@ from ..export.nested import Layout, argument_of, constants_of, flatten, has_tens
 from ..export.torch.eager import EagerStep
 from ..options import ModelDescription
 from ..step import Step
-from .batch import Batch, check_batch, read_batch, to_tensor, unpack
+from .batch import Batch, NoTensorError, check_batch, read_batch, to_tensor, unpack
 
 __all__ = ["StepGraphs"]
 
@@ -130,7 +130,7 @@ class StepGraphs:
                 self._fitting.add(kind)
             return batch
         except (TypeError, ValueError) as error:
-            if not self.description.inferred:
+            if not self.description.inferred or isinstance(error, NoTensorError):
                 raise
             raise type(error)(
                 f"{error}. (model_desc='auto' derived the description from the first batch: if batches differ in ways "
@@ -439,11 +439,31 @@ class StepGraphs:
     ) -> Step:
         try:
             step = self._builder(batch, portable).build(_without_inference(batch), training, names, branching=branching)
-        except BaseException:
+        except BaseException as error:
+            refusal = self._refusal(batch) if isinstance(error, ExportError) else None
             self._narrow()
-            raise
+            if refusal is None:
+                raise
+            raise refusal from None
         self._narrower = None
         return step
+
+    def _refusal(self, batch: Batch) -> ValueError | None:
+        """Returns an error if the batch has other sizes than earlier ones, and PyTorch can't run the model on it."""
+        narrower = self._narrower
+        if narrower is None or not narrower.inferred:
+            return None
+        try:
+            self._builder(batch).reference(batch)
+        except Exception as error:
+            pairs = zip(narrower.inputs, self.description.inputs, strict=True)
+            earlier = [f"{entry.name!r} {list(entry.shape)}" for entry, now in pairs if entry != now]
+            found = [f"{name!r} {list(value.shape)}" for name, value in batch.items()]
+            return ValueError(
+                f"{self._source.name} does not take a batch of these sizes, {', '.join(found)}; earlier batches had "
+                f"{', '.join(earlier)}: {error}"
+            )
+        return None
 
 
 def _without_inference(batch: Batch) -> Batch:

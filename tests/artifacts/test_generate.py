@@ -282,7 +282,7 @@ PYTORCH: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"requires_grad": []}, RuntimeError, "no parameter to train"),
     ({"loss": Strange.Huber}, TypeError, "loss must be a LossType .MSELoss"),
     ({"loss": 2}, TypeError, "loss must be a LossType"),
-    ({"loss": nn.MSELoss}, TypeError, r"loss must be a function, but the class MSELoss .*MSELoss\(\)"),
+    ({"loss": nn.MSELoss}, TypeError, r"loss must be a LossType .*but the class MSELoss .*: pass an object, MSELoss"),
     (
         {"model": half_frozen(), "requires_grad": ["fc1.bias"]},
         ValueError,

@@ -308,9 +308,9 @@ def test_attributes_of_an_onnx_models_weights(tmp_path: Path) -> None:
         ),
         ({"frozen_weights": ["none"]}, ValueError, "unknown parameters ['none'] in utils.frozen_weights"),
         ({"device": "gpu"}, ValueError, "device.id"),
-        ({"gradient_accumulation_steps": 0}, ValueError, "batch.gradient_accumulation_steps: min value is 1"),
-        ({"use_mixed_precision": 1}, ValueError, "mixed_precision.enabled: must be of boolean type"),
-        ({"enable_grad_norm_clip": 1}, ValueError, "utils.grad_norm_clip: must be of boolean type"),
+        ({"gradient_accumulation_steps": 0}, ValueError, "gradient_accumulation_steps: must be an int of at least 1"),
+        ({"use_mixed_precision": 1}, ValueError, "mixed_precision.enabled: must be True or False"),
+        ({"enable_grad_norm_clip": 1}, ValueError, "utils.grad_norm_clip: must be True or False"),
     ],
 )
 def test_wrong_arguments(arguments: dict[str, Any], error: type[Exception], message: str) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import math
 import signal
 from collections.abc import Iterator
 from typing import Any
@@ -13,6 +15,7 @@ import torch.nn.functional as F
 
 from ort_trainer import ORTTrainer, optim
 from ort_trainer.fit import Callback, Checkpoints, EarlyStopping, FitState
+from ort_trainer.fit.metrics import Metrics
 
 from ..helpers import MLP, MLP_DESC, assert_same_weights, mlp_batches, mlp_trainer
 
@@ -169,6 +172,29 @@ def test_metrics_of_every_kind() -> None:
     assert history[0]["eval_Counted"] == pytest.approx(history[0]["eval_accuracy"])
 
 
+@pytest.mark.parametrize(
+    ("metric", "name"),
+    [
+        (lambda outputs, labels: 0, "metric"),
+        ((lambda outputs, labels: 0, classes), "metric"),
+        (functools.partial(accuracy), "accuracy"),
+    ],
+)
+def test_the_name_of_a_metric(metric: Any, name: str) -> None:
+    assert Metrics(metric).compute().keys() == {f"eval_{name}"}
+
+
+def test_empty_batches_do_not_count() -> None:
+    batches, model = uneven_batches(), MLP()
+    empty = (batches[0][0][:0], batches[0][1][:0])
+    plain, mixed = (
+        mlp_trainer(model=copy.deepcopy(model)).fit(data, data, metrics=accuracy, progress=False).history[0]
+        for data in (batches, [*batches, empty])
+    )
+    assert mixed["loss"] == plain["loss"]
+    assert not math.isnan(mixed["eval_loss"]) and not math.isnan(mixed["eval_accuracy"])
+
+
 class Moments(Callback):
     """Records its calls."""
 
@@ -294,6 +320,8 @@ def test_an_interrupt_ends_it_cleanly() -> None:
         ({"eval_loader": []}, ValueError, "eval_loader yielded no batch in epoch 1"),
         ({"metrics": accuracy}, ValueError, "metrics need an eval_loader"),
         ({"metrics": 3, "eval_loader": [1]}, TypeError, "a metric must be a function"),
+        ({"metrics": Counted, "eval_loader": [1]}, TypeError, "but the class Counted was given: pass an object"),
+        ({"callbacks": [EarlyStopping]}, TypeError, "but the class EarlyStopping was given: pass an object"),
         ({"metrics": [accuracy, accuracy], "eval_loader": [1]}, ValueError, r"unique names.*\['accuracy'\]"),
         ({"metrics": {"loss": accuracy}, "eval_loader": [1]}, ValueError, "unique names other than 'loss'"),
         ({"metrics": {1: accuracy}, "eval_loader": [1]}, TypeError, "names of metrics must be str"),

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from ort_trainer.fit import CSVLogger, FitState, Progress, TensorBoardLogger
+from ort_trainer.fit import Callback, CSVLogger, FitState, Progress, TensorBoardLogger
 
 from ..helpers import mlp_batches, mlp_trainer
 from .test_fit import Evaluate, Interrupt, classes
@@ -21,22 +21,31 @@ FIGURES = r"loss [\d.]+  rate 0\.01  norm [\d.]+  \d+ samples/s  \d:\d\d:\d\d le
 
 
 def test_plain_lines_off_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    result = mlp_trainer().fit(mlp_batches(3), mlp_batches(1), 2, progress=Progress(seconds=0))
+    mlp_trainer().fit(mlp_batches(3), mlp_batches(1), 2, progress=Progress(seconds=0))
     shown = capsys.readouterr()
     assert shown.out == ""
     lines = shown.err.splitlines()
     batches = [line for line in lines if "batch" in line]
-    assert len(batches) == 6 and len(lines) == 9
+    assert len(batches) == 6 and len(lines) == 8
     for line, (epoch, batch) in zip(batches, [(e, b) for e in (1, 2) for b in (1, 2, 3)], strict=True):
         assert re.fullmatch(rf"epoch {epoch}/2  batch {batch}/3  {FIGURES}", line), line
     assert re.fullmatch(r"epoch 1/2  done  loss [\d.]+  eval_loss [\d.]+  \d+ samples/s  \d:\d\d:\d\d left", lines[3])
-    assert lines[-1] == repr(result).splitlines()[0] and "\r" not in shown.err
+    assert lines[-1].startswith("epoch 2/2  done") and "\r" not in shown.err
+
+
+class Stop(Callback):
+    def on_train_epoch_end(self, state: FitState, trainer: Any) -> None:
+        state.stop("enough")
 
 
 def test_lines_are_few(capsys: pytest.CaptureFixture[str]) -> None:
-    mlp_trainer().fit(mlp_batches(3), epochs=2)
-    assert len(capsys.readouterr().err.splitlines()) == 3
-    mlp_trainer().fit(mlp_batches(3), progress=False)
+    trainer = mlp_trainer()
+    print(trainer.fit(mlp_batches(3), epochs=2))
+    shown = capsys.readouterr()
+    assert len(shown.err.splitlines()) == 2 and (shown.out + shown.err).count("completed") == 1
+    trainer.fit(mlp_batches(3), epochs=2, callbacks=[Stop()])
+    assert capsys.readouterr().err.splitlines()[-1] == "stopped: enough"
+    trainer.fit(mlp_batches(3), progress=False)
     assert capsys.readouterr().err == ""
 
 
@@ -55,7 +64,7 @@ def test_a_bar_on_a_terminal(there: bool, capsys: pytest.CaptureFixture[str], mo
     if there:
         assert re.search(rf"epoch 2/2 100%\|█+\| 3/3, {FIGURES}", shown), shown
     else:
-        assert "\r" not in shown and len(shown.splitlines()) == 3
+        assert "\r" not in shown and len(shown.splitlines()) == 2
 
 
 def rows(path: Path) -> list[dict[str, str]]:

@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import copy
 import enum
+import pickle
 import re
+from pathlib import Path
 
 import numpy as np
 import onnxruntime
@@ -62,64 +64,91 @@ def test_immutable() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"mixed_precision": {"enabled": "yes"}}, "mixed_precision.enabled: must be of boolean type .*'yes', str"),
-        ({"batch": {"gradient_accumulation_steps": 0}}, "batch.gradient_accumulation_steps: min value is 1"),
+        ({"mixed_precision": {"enabled": "yes"}}, "mixed_precision.enabled: must be True or False .*'yes', str"),
+        (
+            {"batch": {"gradient_accumulation_steps": 0}},
+            "batch.gradient_accumulation_steps: must be an int of at least 1",
+        ),
         (
             {"batch": {"gradient_accumulation_steps": True}},
-            "batch.gradient_accumulation_steps: must be of integer type",
+            "batch.gradient_accumulation_steps: must be an int",
         ),
-        ({"batch": {"gradient_accumulation_steps": 1.5}}, "batch.gradient_accumulation_steps: must be of integer"),
-        ({"batch": []}, "batch: must be of dict type"),
-        ({"device": {"id": "gpu:9"}}, "device.id: value does not match"),
-        ({"mixed_precision": {"dtype": "float8"}}, "mixed_precision.dtype: unallowed value float8"),
+        ({"batch": {"gradient_accumulation_steps": 1.5}}, "batch.gradient_accumulation_steps: must be an int"),
+        (
+            {"batch": []},
+            "batch: must be a dict with any of the keys 'gradient_accumulation_steps' and 'gradient_reduction'",
+        ),
+        ({"device": {"id": "gpu:9"}}, "device.id: must be 'cpu', 'cuda' or 'cuda:N', or a torch.device of these"),
+        (
+            {"mixed_precision": {"dtype": "float8"}},
+            "mixed_precision.dtype: must be 'float16' or 'bfloat16', or the torch.dtype of that name .*'float8', str.$",
+        ),
         ({"mixed_precision": {"dtype": "bfloat16"}}, "mixed_precision.dtype: 'bfloat16' has no effect without"),
-        ({"utils": {"max_grad_norm": 0}}, "utils.max_grad_norm: must be positive and finite"),
-        ({"utils": {"max_grad_norm": float("inf")}}, "utils.max_grad_norm: must be positive and finite"),
+        ({"utils": {"max_grad_norm": 0}}, "utils.max_grad_norm: must be a positive, finite number"),
+        ({"utils": {"max_grad_norm": float("inf")}}, "utils.max_grad_norm: must be a positive, finite number"),
         ({"utils": {"max_grad_norm": 1.0, "grad_norm_clip": False}}, "utils.max_grad_norm: 1.0 has no effect with"),
-        ({"batch": {"gradient_reduction": "max"}}, "batch.gradient_reduction: unallowed value max"),
-        ({"device": {"mem_limit": -1}}, "device.mem_limit: min value is 0"),
-        ({"utils": {"frozen_weights": [3]}}, "utils.frozen_weights.0: must be of string type .*3, int"),
-        ({"lr_scheduler": 3}, "lr_scheduler: must be of lr_scheduler type"),
-        ({"mixed_precision": {"enabled": True, "loss_scaler": 2.0}}, "loss_scaler: must be of loss_scaler type"),
+        ({"batch": {"gradient_reduction": "max"}}, "batch.gradient_reduction: must be 'mean', 'sum' or 'weighted' "),
+        ({"device": {"mem_limit": -1}}, "device.mem_limit: must be an int of at least 0"),
+        ({"utils": {"frozen_weights": [3]}}, "utils.frozen_weights.0: must be a str .*3, int"),
+        (
+            {"lr_scheduler": 3},
+            "lr_scheduler: must be a schedule of ort_trainer.optim or torch.optim.lr_scheduler, a function ",
+        ),
+        (
+            {"mixed_precision": {"enabled": True, "loss_scaler": 2.0}},
+            "loss_scaler: must be a loss scaler of ort_trainer.amp",
+        ),
         ({"mixed_precision": {"loss_scaler": amp.LossScaler(2.0)}}, "loss_scaler: has no effect without"),
-        ({"session_options": {}}, "session_options: must be of session_options type"),
+        ({"session_options": {}}, "session_options: must be an onnxruntime.SessionOptions"),
         (
             {"provider_options": {"CPUExecutionProvider": {"x": "1"}}},
             "provider_options.CPUExecutionProvider: has no effect, because ONNX Runtime ignores the options of the CPU",
         ),
-        ({"provider_options": {"CPUExecutionProvider": 3}}, "provider_options.CPUExecutionProvider: must be of dict"),
-        ({"_internal_use": {"extra_postprocess": 3}}, "_internal_use.extra_postprocess: Must be callable or None"),
-        ({"_internal_use": {"onnx_opset_version": 11}}, "_internal_use.onnx_opset_version: min value is 12"),
-        ({"_internal_use": {"onnx_opset_version": 99}}, "_internal_use.onnx_opset_version: max value"),
+        (
+            {"provider_options": {"CPUExecutionProvider": 3}},
+            "provider_options.CPUExecutionProvider: must be a dict .given: 3",
+        ),
+        (
+            {"_internal_use": {"extra_postprocess": 3}},
+            "_internal_use.extra_postprocess: must be a function ModelProto -> ModelProto, or None",
+        ),
+        (
+            {"_internal_use": {"onnx_opset_version": 11}},
+            "_internal_use.onnx_opset_version: must be an int from 12 to 23",
+        ),
+        (
+            {"_internal_use": {"onnx_opset_version": 99}},
+            "_internal_use.onnx_opset_version: must be an int from 12 to 23",
+        ),
         (
             {"graph_transformer": {"attn_dropout_recompute": 1}},
-            "graph_transformer.attn_dropout_recompute: must be of boolean type .*1, int",
+            "graph_transformer.attn_dropout_recompute: must be True or False .*1, int",
         ),
-        ({"graph_transformer": {"gelu_recompute": "yes"}}, "graph_transformer.gelu_recompute: must be of boolean type"),
+        ({"graph_transformer": {"gelu_recompute": "yes"}}, "graph_transformer.gelu_recompute: must be True or False"),
         (
             {"graph_transformer": {"transformer_layer_recompute": 2}},
-            "graph_transformer.transformer_layer_recompute: must be of boolean type",
+            "graph_transformer.transformer_layer_recompute: must be True or False",
         ),
         (
             {"graph_transformer": {"number_recompute_layers": -1}},
-            "graph_transformer.number_recompute_layers: min value is 0",
+            "graph_transformer.number_recompute_layers: must be an int of at least 0",
         ),
         (
             {"graph_transformer": {"number_recompute_layers": True, "transformer_layer_recompute": True}},
-            "graph_transformer.number_recompute_layers: must be of integer type",
+            "graph_transformer.number_recompute_layers: must be an int",
         ),
         (
             {"graph_transformer": {"number_recompute_layers": 2}},
             "graph_transformer.number_recompute_layers: has no effect without transformer_layer_recompute",
         ),
-        ({"utils": {"memory_efficient_gradient": 0}}, "utils.memory_efficient_gradient: must be of boolean type"),
+        ({"utils": {"memory_efficient_gradient": 0}}, "utils.memory_efficient_gradient: must be True or False"),
         (
             {"graph_transformer": {"propagate_cast_ops_config": {"strategy": "NONE"}}},
             "propagate_cast_ops_config.strategy: can't be changed from 'FLOOD_FILL', .* casts stay where .*autocast",
         ),
         (
             {"graph_transformer": {"propagate_cast_ops_config": {"strategy": "flood"}}},
-            "propagate_cast_ops_config.strategy: unallowed value flood",
+            "propagate_cast_ops_config.strategy: must be 'NONE', .* enum member .* or None .*did you mean 'FLOOD_FILL'",
         ),
         (
             {"graph_transformer": {"propagate_cast_ops_config": {"propagate_cast_ops_strategy": "INSERT_AND_REDUCE"}}},
@@ -131,7 +160,7 @@ def test_immutable() -> None:
         ),
         (
             {"graph_transformer": {"propagate_cast_ops_config": {"propagate_cast_ops_level": -2}}},
-            "propagate_cast_ops_config.level: .*min value is -1",
+            "propagate_cast_ops_config.level: must be an int of at least -1",
         ),
         (
             {"graph_transformer": {"propagate_cast_ops_config": {"allow": ["Add"]}}},
@@ -149,13 +178,58 @@ def test_immutable() -> None:
             {"graph_transformer": {"allow_layer_norm_mod_precision": True}},
             "graph_transformer.allow_layer_norm_mod_precision: can't be changed from False, .* layer norm",
         ),
-        ({"nonsense": 1}, "nonsense: unknown field"),
-        ({"debug": {"nonsense": 1}}, "debug.nonsense: unknown field"),
+        ({"nonsense": 1}, "nonsense: unknown option .*: the options and their sections are 'batch', 'device',"),
+        (
+            {"debug": {"nonsense": 1}},
+            "debug.nonsense: unknown option .*: the options of debug are .* and 'graph_save_paths'",
+        ),
     ],
 )
 def test_wrong_values(options: dict, message: str) -> None:
     with pytest.raises(ValueError, match=f"Invalid options: .*{message}"):
         ORTTrainerOptions(options)
+
+
+@pytest.mark.parametrize(
+    ("options", "meant"),
+    [
+        ({"batch": {"gradient_accumulation_step": 4}}, "batch.gradient_accumulation_steps"),
+        (
+            {"gradient_accumulation_steps": 4},
+            "batch.gradient_accumulation_steps, as in {'batch': {'gradient_accumulation_",
+        ),
+        ({"batch.gradient_accumulation_steps": 4}, "batch.gradient_accumulation_steps, as in {'batch': {'gradient_acc"),
+        ({"debug": {"kernel": "pytorch"}}, "utils.kernels, as in {'utils': {'kernels': ...}}"),
+        ({"distributed": {"pipeline_parallel_size": 2}}, "distributed.pipeline_parallel.pipeline_parallel_size, as"),
+        ({"graph_transformer": {"propagate_cast_ops_levl": 2}}, "graph_transformer.propagate_cast_ops_config.level"),
+        ({"mixed_precission": {}}, "mixed_precision"),
+        ({"bf16": True}, "{'mixed_precision': {'enabled': True, 'dtype': 'bfloat16'}}"),
+    ],
+)
+def test_what_an_unknown_option_may_have_meant(options: dict, meant: str) -> None:
+    with pytest.raises(ValueError, match=f"unknown option .*: did you mean {re.escape(meant)}"):
+        ORTTrainerOptions(options)
+
+
+def test_objects_of_pytorch_and_paths_are_values() -> None:
+    paths = {"model_with_gradient_graph_path": Path("graph.onnx")}
+    options = ORTTrainerOptions(
+        {
+            "device": {"id": torch.device("cuda", 1)},
+            "utils": {"moments": torch.bfloat16},
+            "debug": {"graph_save_paths": paths},
+        }
+    )
+    assert (options.device.id, options.utils.moments) == ("cuda:1", "bfloat16")
+    assert options.debug.graph_save_paths.model_with_gradient_graph_path == "graph.onnx"
+
+
+def test_pickles() -> None:
+    given = {"utils": {"frozen_weights": ["a"]}, "provider_options": {"DnnlExecutionProvider": {"x": "1"}}, "batch": {}}
+    options = ORTTrainerOptions(given)
+    found = pickle.loads(pickle.dumps(options))
+    assert found == options and found.is_given("utils.frozen_weights") and not found.is_given("utils.kernels")
+    assert pickle.loads(pickle.dumps(options.distributed)) == options.distributed
 
 
 def test_all_errors_are_reported_together() -> None:
@@ -166,7 +240,7 @@ def test_all_errors_are_reported_together() -> None:
 
 
 def test_wrong_type() -> None:
-    with pytest.raises(TypeError, match="options must be a dict or None, but a list was given"):
+    with pytest.raises(TypeError, match="options must be ORTTrainerOptions, a dict .* or None, but \\[\\] was given"):
         ORTTrainerOptions([])  # type: ignore[arg-type]
 
 
@@ -182,7 +256,7 @@ SLICED = {"sliced_schema": {"x": [4, 8]}, "sliced_axes": {"x": 0}, "sliced_tenso
         ({"horizontal_parallel_size": 2}, ["horizontal_parallel_size: 2 processes can't share .*tensor.parallel"]),
         ({"world_size": 3, "enable_adasum": True}, ["enable_adasum: .* power of two, but distributed.world_size is 3"]),
         ({"reduce_dtype": "float16", "enable_adasum": True}, ["reduce_dtype: 'float16' has no effect with .*adasum"]),
-        ({"deepspeed_zero_optimization": {"stage": 2}}, ["stage: max value is 1"]),
+        ({"deepspeed_zero_optimization": {"stage": 2}}, ["stage: must be an int from 0 to 1"]),
         (
             {"pipeline_parallel": {"num_pipeline_micro_batches": 2}},
             ["num_pipeline_micro_batches: has no effect without"],
@@ -255,13 +329,15 @@ def test_the_documentations_spellings() -> None:
         }
     )
     assert options.session_options is session and list(options.provider_options) == ["CPUExecutionProvider"]
-    with pytest.raises(ValueError, match=r"propagate_cast_ops_config.level: must be of integer type \(given: 'a', str"):
+    with pytest.raises(
+        ValueError, match=r"propagate_cast_ops_config.level: must be an int of at least -1 \(given: 'a', str"
+    ):
         ORTTrainerOptions({"graph_transformer": {"propagate_cast_ops_config": {"propagate_cast_ops_level": "a"}}})
     with pytest.raises(
         ValueError, match="gelu_recompute: is another name of graph_transformer.gelu_recompute, which is"
     ):
         ORTTrainerOptions({"gelu_recompute": False, "graph_transformer": {"gelu_recompute": False}})
-    with pytest.raises(ValueError, match="graph_transformer: must be of dict type"):
+    with pytest.raises(ValueError, match="graph_transformer: must be a dict with any of the keys"):
         ORTTrainerOptions({"gelu_recompute": False, "graph_transformer": 3})
 
 
@@ -289,7 +365,7 @@ def test_numbers_of_numpy_are_numbers() -> None:
     options = ORTTrainerOptions(given)
     assert type(options.batch.gradient_accumulation_steps) is int and options.batch.gradient_accumulation_steps == 3
     assert type(options.utils.max_grad_norm) is float and options.utils.max_grad_norm == 0.5
-    with pytest.raises(ValueError, match="gradient_accumulation_steps: must be of integer type"):
+    with pytest.raises(ValueError, match="gradient_accumulation_steps: must be an int"):
         ORTTrainerOptions({"batch": {"gradient_accumulation_steps": np.float32(3)}})
 
 

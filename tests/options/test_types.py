@@ -20,6 +20,8 @@ class Tensor:
     def __getitem__(self, index: int) -> Tensor: ...
 def zeros(*size: int) -> Tensor: ...
 class dtype: ...
+class device:
+    def __init__(self, name: str) -> None: ...
 bfloat16: dtype
 def __getattr__(name: str) -> Any: ...
 """
@@ -30,17 +32,22 @@ ignore_missing_imports = True
 follow_imports = silent
 [mypy-torch]
 follow_imports = silent
-[mypy-torch.*,numpy.*,onnx.*,onnx_ir.*,onnxruntime.*,onnxscript.*,networkx.*,sympy.*]
+[mypy-torch.*,onnx.*,onnx_ir.*,onnxruntime.*,onnxscript.*,networkx.*,sympy.*]
 follow_imports = skip
 """
 HEAD = """
+import numpy as np
 import torch
-from ort_trainer import ORTTrainer, ORTTrainerOptions
+from ort_trainer.api import Module
+from ort_trainer import ORTModule, ORTTrainer, ORTTrainerOptions, optim
+from ort_trainer.artifacts import generate_artifacts
 from ort_trainer import CheckpointManager
 from ort_trainer.fit import Callback, FitState
 from ort_trainer.options import OptionsDict
 options = ORTTrainerOptions()
 trainer: ORTTrainer
+artifacts: Module
+module: torch.nn.Module
 x = torch.zeros(2)
 """
 GOOD = """
@@ -52,11 +59,18 @@ settings: OptionsDict = {
 }
 ORTTrainerOptions(settings)
 ORTTrainerOptions({"device": {"id": "cpu"}})
+ORTTrainerOptions({"device": {"id": torch.device("cpu")}, "utils": {"moments": torch.bfloat16}})
 ORTTrainerOptions(dict(device=dict(id="cpu")))
+changed = options.to_dict()
+changed["batch"]["gradient_accumulation_steps"] = 2
+ORTTrainer(module, "auto", optim.AdamWConfig(), options={"utils": {"max_grad_norm": 1.0}})
+ORTTrainer(module, "auto", optim.AdamWConfig(), options=ORTTrainerOptions(changed))
+ORTModule(module, {"utils": {"random_numbers": "pytorch"}})
 steps: int = options.batch.gradient_accumulation_steps
 names: tuple[str, ...] = options.utils.frozen_weights
 path: str = options.debug.graph_save_paths.model_with_gradient_graph_path
 loss, logits = trainer.train_step(x)
+error: float = artifacts(np.zeros(2)).item() + artifacts(np.zeros(2), np.zeros(2))[0]
 loss.item() + trainer.eval_step(x).item() + trainer.train_step(x)[0].item()
 class Shows(Callback):
     def on_fit_end(self, state: FitState, trainer: ORTTrainer) -> None:
@@ -69,8 +83,14 @@ BAD = {
     "options.batch.gradient_accumulation_steps = 2": 'defined in "BatchOptions" is read-only',
     "text: str = options.batch.gradient_accumulation_steps": "Incompatible types in assignment",
     "a: OptionsDict = {'batch': {'gradient_acumulation_steps': 2}}": 'Extra key "gradient_acumulation_steps"',
-    "b: OptionsDict = {'device': {'id': 3}}": 'TypedDict item "id" has type "str"',
+    "b: OptionsDict = {'device': {'id': 3}}": 'TypedDict item "id" has type "str | device"',
     "c: OptionsDict = {'utils': {'kernels': 'torch'}}": 'TypedDict item "kernels" has type',
+    "ORTTrainerOptions({'batch': {'gradient_accumulation_step': 2}})": 'Argument 1 to "ORTTrainerOptions" has',
+    "ORTTrainerOptions({'distributed': {'pipeline_parallel_size': 2}})": 'Argument 1 to "ORTTrainerOptions" has',
+    "ORTTrainer(module, {}, optim.SGDConfig(), None, {'device': {'id': 3}})": 'Argument 5 to "ORTTrainer" has',
+    "ORTModule(module, {'util': {}})": 'Argument 2 to "ORTModule" has incompatible type',
+    "generate_artifacts(module, options={'batch': {'size': 2}})": 'Argument "options" to "generate_artifacts" has',
+    "artifacts(np.zeros(2)).itm()": 'has no attribute "itm"',
     "trainer.train_step(x).itm()": '"Tensor" of "Tensor | Any" has no attribute "itm"',
 }
 

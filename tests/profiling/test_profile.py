@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -360,11 +361,21 @@ def test_two_profiles_at_a_time_are_refused() -> None:
     assert profile.done
 
 
+def test_waiting_between_steps_is_no_part_of_a_step() -> None:
+    trainer = mlp_trainer()
+    profile = trainer.profile(3, trace=None)
+    for batch in mlp_batches(3):
+        trainer.train_step(*batch)
+        time.sleep(0.05)
+    assert profile.waiting >= 50 and profile.milliseconds < 1000 * sum(profile.seconds) / 3 + 1
+    assert f"{profile.waiting:.2f} ms between two steps" in str(profile)
+
+
 def test_there_are_no_results_before_the_end() -> None:
     trainer = mlp_trainer()
     profile = trainer.profile(2, trace=None)
     trainer.train_step(*mlp_batches(1)[0])
-    names = ("seconds", "milliseconds", "operators", "modules", "products", "optimizer", "overhead")
+    names = ("seconds", "milliseconds", "operators", "modules", "products", "optimizer", "waiting", "overhead")
     for name in names:
         with pytest.raises(
             RuntimeError, match="no results yet: 1 of 2 steps have been measured. Call train_step 1 more"

@@ -92,7 +92,10 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
         ({"state": (state,)}, r"input 'state' is a nested value with the parts \['state.0'\]"),
         ({"scale": torch.ones(())}, r"inputs \['scale'\] are tensors, but the model description has no such tensors"),
         ({"x": nn.utils.rnn.pack_sequence([x[0]])}, "input 'x' is a PackedSequence: give the padded tensor"),
-        ({"x": [1.0, 2.0]}, r"input 'x' must be a torch.Tensor or a numpy array, but a list was given: \[1.0, 2.0\]"),
+        (
+            {"x": [1.0, 2.0]},
+            r"'x' must be a torch.Tensor or .*, but a list was given: make a tensor of it, torch.tensor",
+        ),
         ({"label": 3}, "input 'label' must be a torch.Tensor or a numpy array, but a int was given: 3"),
         ({"stride": 2}, r"unknown inputs \['stride'\]"),
     ]

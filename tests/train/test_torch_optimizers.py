@@ -482,7 +482,7 @@ def test_schedules_that_do_not_fit() -> None:
     trainer = mlp_trainer({"lr_scheduler": lambda step: "fast"}, optim.AdamWConfig(), model)
     with pytest.raises(ValueError, match="a finite number, at least 0, but for update 0 it returned 'fast'"):
         trainer.train_step(*mlp_batches(1)[0])
-    with pytest.raises(ValueError, match="lr_scheduler: must be of lr_scheduler type"):
+    with pytest.raises(ValueError, match="lr_scheduler: must be a schedule of ort_trainer.optim"):
         ORTTrainerOptions({"lr_scheduler": lr_scheduler.StepLR})
 
 

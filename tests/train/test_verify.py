@@ -153,14 +153,28 @@ def test_a_wrong_weight_in_the_graph_is_found() -> None:
         trainer.train_step(x, label)
 
 
-def test_a_hook_that_came_later_is_found() -> None:
-    trainer = mlp_trainer(VERIFIED)
+class HookedMLP(MLP):
+    """Its backward pass reads an attribute of a tensor, which is not watched."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = torch.ones(())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.relu(self.fc1(x))
+        hidden.register_hook(lambda gradient: gradient * getattr(self.gain, "value", 1.0))
+        return self.fc2(hidden)
+
+
+def test_a_wrong_gradient_is_found() -> None:
+    model = HookedMLP()
+    trainer = trainer_of(model, VERIFIED)
     ((x, label),) = mlp_batches(1)
     trainer.train_step(x, label)
-    handle = trainer._loop.source._model.fc1.weight.register_hook(lambda gradient: gradient * 2)
+    model.gain.value = 2.0
     with pytest.raises(VerificationError, match="the gradient of 'fc1.weight'"):
         trainer.train_step(x, label)
-    handle.remove()
+    del model.gain.value
     trainer.train_step(x, label)
 
 

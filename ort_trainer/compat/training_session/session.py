@@ -363,7 +363,8 @@ class TrainingSession(TrainerSession):
     def _make_trainer(self, providers: Any, provider_options: Any) -> ORTTrainer:
         parameters = self._parameters
         device, settings = providers_of(providers, provider_options)
-        options = self._options(options_of(parameters, self._model, device, settings, self._sess_options))
+        chosen: Any = options_of(parameters, self._model, device, settings, self._sess_options)
+        options = self._options(chosen)
         if parameters.loss_scale and not parameters.use_mixed_precision:
             options.refuse("loss_scale has no effect without use_mixed_precision: leave it at 0")
         description = describe_onnx(self._model, None, {}, parameters.loss_output_name)

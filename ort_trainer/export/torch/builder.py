@@ -228,8 +228,9 @@ def _refuse_contrib_ops(graph: Step) -> None:
 class _Progress:
     """A line on a terminal with the stages of an export, cleared at the end; not shown if warnings are not logged.
 
-    A forked child reports its stages through a pipe, so only one process writes to the terminal. Some terminals of
-    Windows print control sequences as they are, so blanks clear the line.
+    Elsewhere, as in a log file, it writes only that loops are compiled, which takes half a minute. A forked child
+    reports its stages through a pipe, so only one process writes to the terminal. Some terminals of Windows print
+    control sequences as they are, so blanks clear the line.
 
     Args:
         what: The name of what is exported.
@@ -241,6 +242,7 @@ class _Progress:
             self.shown = wanted and sys.stderr.isatty()
         except (AttributeError, ValueError):  # no stream, as under pythonw, or a closed one
             self.shown = False
+        self._tells_compiling = wanted and not self.shown
         self._what = what
         self._stream = sys.stderr  # kept, because the export redirects sys.stderr for a while
         self._start = time.perf_counter()
@@ -253,6 +255,11 @@ class _Progress:
 
     def stage(self, name: str) -> None:
         """Reports that a stage has begun; called in the process that exports."""
+        if name == "compile" and self._tells_compiling and self._stream is not None:
+            self._tells_compiling = False
+            how_long = "about half a minute, once per model and machine"
+            self._stream.write(f"compiling the loops of {self._what}: {how_long}\n")
+            self._stream.flush()
         if os.getpid() == self._owner:
             self._stages.append(name)
             self.draw()

@@ -30,6 +30,7 @@ from ...options import InputDescription
 from .branches import Assumption
 from .explain import explain, source_line
 from .operators.registry import replacements
+from .outside.changes import BACKWARD_HOOKS, GLOBAL_HOOKS
 from .step_module import StepModule
 from .symbols import users_lines_of_conditions
 from .torch_versions import CHECKPOINT_GENERATOR
@@ -61,7 +62,7 @@ class Capture:
     Attributes:
         exported: torch.export's program of the step.
         inputs: The batch as the exporter traced it, with symbolic sizes.
-        special: Symbols whose size 1 the model treats differently.
+        least: The least size of a symbol whose sizes 0 or 1 the model treats differently.
         as_it_stands: Whether the module itself must be differentiated, because the model has custom backward passes or
             hooks, which the exported program lacks.
         assumptions: The conditions on values that are assumed; they are the last results.
@@ -69,7 +70,7 @@ class Capture:
 
     exported: torch.export.ExportedProgram
     inputs: tuple[torch.Tensor, ...]
-    special: frozenset[sympy.Symbol]
+    least: Mapping[sympy.Symbol, int]
     as_it_stands: bool
     assumptions: tuple[Assumption, ...] = ()
 
@@ -127,10 +128,11 @@ def capture(
     with (
         capturing(module, autocast),
         _watch_autograd() as custom_backward,
-        _watch_size_one() as special,
+        _watch_small_sizes() as least,
         _marked_checkpoints(),
         users_lines_of_conditions(),
         _without_drawing_outside_torch(type(module.model).__name__),
+        _attributes_put_back(module),
     ):
         exported = _export(module, tuple(sample), dims)
     _refuse_changed_constants(exported)
@@ -140,7 +142,7 @@ def capture(
     # The program's own fake inputs keep the symbolic sizes; the user's module might look at sizes.
     placeholders = {node.name: node for node in exported.graph.nodes if node.op == "placeholder"}
     fakes = tuple(placeholders[str(name)].meta["val"] for name in exported.graph_signature.user_inputs)
-    return Capture(exported, fakes, frozenset(special), bool(custom_backward), tuple(module.branches.assumptions))
+    return Capture(exported, fakes, least, bool(custom_backward), tuple(module.branches.assumptions))
 
 
 @contextlib.contextmanager
@@ -205,17 +207,23 @@ def _watch_autograd() -> Iterator[list[str]]:
 
 
 @contextlib.contextmanager
-def _watch_size_one() -> Iterator[set[sympy.Symbol]]:
-    """Yields a set that collects the symbols for which the model's comparisons distinguish size 1 from size 2.
+def _watch_small_sizes() -> Iterator[dict[sympy.Symbol, int]]:
+    """Yields a dict that collects the least size of symbols: 2 if the model's comparisons distinguish 1 from 2, or 1.
 
     The exporter assumes that symbolic sizes are at least 2, so it evaluates a condition such as ``x.shape[0] > 1`` at
     once, without a trace in the graph or its guards. In the model's code, such a condition compares a ``torch.SymInt``
     with a number, so the comparison operators are watched.
     """
-    special: set[sympy.Symbol] = set()
+    least: dict[sympy.Symbol, int] = {}
 
     def watched(name: str) -> Callable[[Any, Any], Any]:
         original, compare = getattr(torch.SymInt, name), _COMPARISONS[name]
+
+        def answer(expression: sympy.Expr, symbol: sympy.Symbol, size: int, other: int) -> bool | None:
+            try:
+                return bool(compare(int(expression.subs(symbol, size)), other))
+            except (TypeError, ZeroDivisionError):  # a quotient, at size 0
+                return None
 
         def method(self: Any, other: Any) -> Any:
             file = sys._getframe(1).f_code.co_filename
@@ -224,9 +232,9 @@ def _watch_size_one() -> Iterator[set[sympy.Symbol]]:
                 symbols = expression.free_symbols
                 if len(symbols) == 1:
                     (symbol,) = symbols
-                    one, two = (bool(compare(int(expression.subs(symbol, size)), other)) for size in (1, 2))
-                    if one != two:
-                        special.add(symbol)
+                    zero, one, two = (answer(expression, symbol, size, other) for size in (0, 1, 2))
+                    if zero != two or one != two:
+                        least[symbol] = max(least.get(symbol, 0), 2 if one != two else 1)
             return original(self, other)
 
         return method
@@ -234,7 +242,7 @@ def _watch_size_one() -> Iterator[set[sympy.Symbol]]:
     with contextlib.ExitStack() as stack:
         for name in _COMPARISONS:
             stack.enter_context(mock.patch.object(torch.SymInt, name, watched(name)))
-        yield special
+        yield least
 
 
 @contextlib.contextmanager
@@ -294,6 +302,17 @@ def _without_drawing_outside_torch(model: str) -> Iterator[None]:
         )
 
 
+@contextlib.contextmanager
+def _attributes_put_back(module: StepModule) -> Iterator[None]:
+    """Puts back the containers in the attributes of modules, which torch.export replaces by copies of its own."""
+    before = [(vars(part), dict(vars(part))) for part in module.modules() if part is not module]
+    try:
+        yield
+    finally:
+        for values, known in before:
+            values.update({key: value for key, value in known.items() if key in values})
+
+
 def _refuse_hooks(module: StepModule) -> None:
     for name, parameter in () if module.hooks_of_parameters else module.named_parameters():
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
@@ -301,6 +320,8 @@ def _refuse_hooks(module: StepModule) -> None:
     for name, part in module.named_modules():
         if part._backward_hooks or part._backward_pre_hooks:
             raise ExportError(f"module {name.removeprefix('model.')!r} has a backward hook, which a graph can't run")
+    if any(GLOBAL_HOOKS[kind] for kind in BACKWARD_HOOKS):
+        raise ExportError("there is a backward hook for all modules, which a graph can't run")
 
 
 def _refuse_changed_constants(program: torch.export.ExportedProgram) -> None:

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...core.errors import ExportError
+from ...core.errors import ExportError, shown
 from ...core.signatures import signature_of
 from ...options import ModelDescription
-from ..nested import Layout, argument_of, rebuild
+from ..nested import Layout, argument_of, has_tensors, rebuild
 from .borrow import borrowed
 from .explain import gradients_within, source_line_of_error
 from .isolation import can_isolate, run_in_child
@@ -52,19 +52,28 @@ def name_sample(
     unknown = [name for name in kwargs if name not in names]
     # With a loss_fn, one of the unknown arguments is the label.
     if unknown and (loss_fn is None or len(args) > len(names)) and not _takes_any_name(model):
-        raise TypeError(f"unexpected input {unknown[0]!r}: forward() of {type(model).__name__} takes {names}")
+        raise TypeError(
+            f"unexpected input {unknown[0]!r}: forward() of {type(model).__name__} takes {names}{_for_label(loss_fn)}"
+        )
     labels: list[str] = []
     if loss_fn is not None and not kwargs:
         labels = [_unused(label, names) for label in _label_names(loss_fn, parameters, len(args) - len(names))]
     count = len(labels)
     names = [*names[: max(len(args) - count, 0)], *labels]
     if len(args) > len(names):
-        raise TypeError(f"{len(args)} inputs were given, but forward() of {type(model).__name__} takes {names}")
+        raise TypeError(
+            f"{len(args)} inputs were given, but forward() of {type(model).__name__} takes {names}{_for_label(loss_fn)}"
+        )
     given = dict(zip(names, args, strict=False))
     twice = [name for name in kwargs if name in given]
     if twice:
         raise TypeError(f"inputs {twice} were given both by position and by name")
     return {**given, **kwargs}
+
+
+def _for_label(loss_fn: LossFunction | None) -> str:
+    """Returns advice for an input that the model does not take."""
+    return "; if one is the label, pass the loss function as loss_fn" if loss_fn is None else ""
 
 
 def _label_names(loss_fn: LossFunction, others: Collection[str], least: int) -> list[str]:
@@ -119,7 +128,8 @@ def describe(
     """
     if loss_fn is not None and len(batch) < 2 and takes_label(loss_fn, parameters) and required_inputs(model):
         raise TypeError(
-            f"with a loss_fn a batch needs the inputs of forward() and a label, but only {len(batch)} value was given"
+            "with a loss_fn a batch needs the inputs of forward() and a label, but "
+            + (_to_convert(layouts) or f"only {len(batch)} value was given")
         )
     labels = () if loss_fn is None else _labels(model, loss_fn, layouts, parameters)
     batch = {
@@ -245,7 +255,8 @@ def _outputs(
             raise ExportError(
                 gradients_within(error, type(model).__name__)
                 or f"model_desc='auto' runs {type(model).__name__} on the first batch to find its outputs, but the run "
-                f"failed: {type(error).__name__}: {error}\n  {source_line_of_error(error)}"
+                f"failed: {type(error).__name__}: {error}\n  {source_line_of_error(error)}\n"
+                f"Is this the batch that was meant? {shown(dict(batch))} {_to_convert(layouts)}".rstrip()
             ) from error
         if loss is not None:
             yield "loss", loss
@@ -254,6 +265,19 @@ def _outputs(
             if not isinstance(value, torch.Tensor):
                 break
             yield name, value
+
+
+def _to_convert(layouts: Mapping[str, Layout]) -> str:
+    """Returns advice to make tensors of arguments that are lists or numbers; empty if none is."""
+    lists = {name: layout[1] for name, layout in layouts.items() if layout[0] in ("list", "tuple")}
+    stacked = [name for name, parts in lists.items() if parts and all(part[0] == "tensor" for part in parts)]
+    others = [name for name in lists if not has_tensors(layouts[name])]
+    others += [name for name, layout in layouts.items() if layout[:2] in (("value", int), ("value", float))]
+    return " and ".join(
+        f"{names} are no tensors: make them with torch.{function}(...)"
+        for names, function in ((others, "tensor"), (stacked, "stack"))
+        if names
+    )
 
 
 def _find_loss(outputs: Mapping[str, torch.Tensor], unset: str) -> str:

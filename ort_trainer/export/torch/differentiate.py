@@ -190,7 +190,7 @@ def differentiate(
     Raises:
         ExportError: If PyTorch can't differentiate the model.
     """
-    special = set(captured.special)
+    least = dict(captured.least)
     exported = captured.exported.module(check_guards=False)
     assert isinstance(exported, torch.fx.GraphModule)
     with contextlib.ExitStack() as stack:
@@ -199,7 +199,8 @@ def differentiate(
         for part in exported.modules():
             if isinstance(part, torch.fx.GraphModule):
                 _drop_assertions(part)
-                special |= {symbol for size in _squeezed_sizes(part.graph) for symbol in size.node.expr.free_symbols}
+                least = dict.fromkeys(_symbols(_sizes_of_lstms(part.graph)), 1) | least
+                least |= dict.fromkeys(_symbols(_squeezed_sizes(part.graph)), 2)
                 roll_up_loops(part.graph)
                 _replace_composites(part, for_onnx=not for_kernels)
                 if for_kernels:
@@ -225,7 +226,7 @@ def differentiate(
         if layers is not None:
             layers.unfold(joint)
         shapes = [fake.shape for fake in captured.inputs]
-        symbols = SymbolTable(captured.fake_mode.shape_env, inputs, shapes, special)
+        symbols = SymbolTable(captured.fake_mode.shape_env, inputs, shapes, least)
     _drop_assertions(joint)
     tensors: dict[str, torch.Tensor] = dict(core.named_parameters(remove_duplicate=False))
     tensors |= dict(core.named_buffers(remove_duplicate=False))
@@ -283,6 +284,16 @@ def _named(composite: Callable[..., Any], operator: Operator) -> Callable[..., A
 
     function.__name__ = function.__qualname__ = str(operator).replace(".", "_")
     return function
+
+
+def _symbols(sizes: Iterable[torch.SymInt]) -> set[sympy.Symbol]:
+    return {symbol for size in sizes for symbol in size.node.expr.free_symbols}
+
+
+def _sizes_of_lstms(graph: torch.fx.Graph) -> Iterator[torch.SymInt]:
+    """Yields the symbolic sizes of inputs of LSTMs: oneDNN's layer refuses an empty one, so that is another graph."""
+    for node in graph.find_nodes(op="call_function", target=aten.lstm.input):
+        yield from (size for size in node.args[0].meta["val"].shape if isinstance(size, torch.SymInt))
 
 
 def _squeezed_sizes(graph: torch.fx.Graph) -> list[torch.SymInt]:

@@ -80,7 +80,7 @@ def fingerprint(captured: Capture, module: StepModule, step: ExportedStep, train
         *_sizes(captured),
         *_graph_module(captured.exported.graph_module),
         f"signature {_value(captured.exported.graph_signature)}",
-        f"special {sorted(map(str, captured.special))}",
+        f"least {sorted((str(symbol), size) for symbol, size in captured.least.items())}",
         f"assumptions {list(captured.assumptions)}",
     ):
         digest.update(line.encode())

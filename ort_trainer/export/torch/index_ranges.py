@@ -54,7 +54,7 @@ def find_index_ranges(captured: Capture, description: ModelDescription) -> tuple
     """
     exported, inputs, outputs = captured.exported, description.input_names, description.output_names
     shapes = [fake.shape for fake in captured.inputs]
-    symbols = SymbolTable(captured.fake_mode.shape_env, description.inputs, shapes, captured.special)
+    symbols = SymbolTable(captured.fake_mode.shape_env, description.inputs, shapes, captured.least)
     signature = exported.graph_signature
     names = dict(zip(signature.user_inputs, inputs, strict=True))
     operands = {

@@ -267,6 +267,8 @@ def _check_model(model: nn.Module) -> None:
                 f"{where} is the result of torch.compile(), which can't be exported: use the module inside, "
                 f"{where}._orig_mod"
             )
+    if any(kind.__name__ == "ORTModule" for kind in type(model).__mro__):
+        raise TypeError("model is an ORTModule, whose loop is the user's: use the module inside, model.module")
     if type(model).__name__ == "_FabricModule":
         raise TypeError(
             "model was returned by Fabric.setup(), and its forward casts and moves its inputs: use the module inside, "

@@ -218,7 +218,12 @@ def check_signature(
     if unknown and not anything:
         raise ValueError(
             f"model_desc has inputs {unknown}, but forward() of {type(model).__name__} takes {keywords}: the names "
-            "must match its arguments" + ("; only the label, last, may have any name" if loss_fn is not None else "")
+            "must match its arguments; "
+            + (
+                "if one is the label, pass the loss function as loss_fn"
+                if loss_fn is None
+                else "only the label, last, may have any name"
+            )
         )
     absent = [name for name in required if name not in names]
     if absent:
@@ -436,13 +441,19 @@ class StepModule(nn.Module):
                 f"return only {len(outputs)} tensors" + (f": {unset}" if unset else "")
             )
         described = zip(self._outputs, outputs, strict=True)
-        return tuple(_loss(tensor) if output.is_loss else tensor.detach() for output, tensor in described)
+        with_fn = self.loss_fn is not None
+        return tuple(_loss(tensor, with_fn) if output.is_loss else tensor.detach() for output, tensor in described)
 
 
-def _loss(loss: torch.Tensor) -> torch.Tensor:
+def _loss(loss: torch.Tensor, has_loss_fn: bool) -> torch.Tensor:
     if any(size != 1 for size in loss.shape):
         raise ExportError(
-            f"the loss must be a scalar, but its shape is {list(loss.shape)}: reduce it, for example with .mean()"
+            f"the loss must be a scalar, but its shape is {list(loss.shape)}: "
+            + (
+                "reduce it, for example with .mean()"
+                if has_loss_fn
+                else "if it is the prediction, pass the loss function as loss_fn"
+            )
         )
     if not loss.is_floating_point():
         raise ExportError(f"the loss must be a floating-point tensor, but its dtype is {loss.dtype}")

@@ -10,7 +10,7 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -129,7 +129,7 @@ class SymbolTable(SymbolNames):
         shape_env: The record of symbols and the conditions on them.
         inputs: Descriptions of the batch inputs.
         shapes: The exporter's shapes of the same inputs.
-        above_one: Symbols whose size 1 the model treats differently.
+        least: The least size of a symbol whose sizes 0 or 1 the model treats differently.
 
     Attributes:
         fixed: Name of a dimension that the exporter fixed -> its size.
@@ -140,10 +140,10 @@ class SymbolTable(SymbolNames):
         shape_env: ShapeEnv,
         inputs: Sequence[InputDescription],
         shapes: Sequence[Sequence[Any]],
-        above_one: Collection[sympy.Symbol] = (),
+        least: Mapping[sympy.Symbol, int] = {},
     ) -> None:
         self._shape_env = shape_env
-        self._above_one = above_one
+        self._least = least
         names: dict[sympy.Symbol, str] = {}
         for symbol, sources in shape_env.var_to_sources.items():
             for source in sources:
@@ -167,8 +167,8 @@ class SymbolTable(SymbolNames):
             The conditions as expressions, and the sizes of symbols whose conditions have no expression: for these, the
             graph is valid only at the exported size.
         """
-        names = sorted({self._names[symbol] for symbol in self._above_one if symbol in self._names})
-        conditions = [f"dim({name!r}) >= 2" for name in names if name not in self.fixed]
+        least = {self._names[symbol]: size for symbol, size in self._least.items() if symbol in self._names}
+        conditions = [f"dim({name!r}) >= {size}" for name, size in sorted(least.items()) if name not in self.fixed]
         frozen: dict[str, int] = {}
         for guard in self._shape_env.guards:
             if is_choice_of_library(guard):

@@ -18,7 +18,7 @@ from ort_trainer import ExportError, ORTTrainer, optim
 from ort_trainer.export.torch.describe import name_sample
 
 from ...fidelity.transformer_cases import CASES
-from ...helpers import MLP, assert_close, assert_same_training, assert_same_weights, mlp_batches
+from ...helpers import MLP, MLP_DESC, assert_close, assert_same_training, assert_same_weights, mlp_batches
 
 TRANSFORMERS = {case.name: case for case in CASES}
 CONFIG = optim.SGDConfig(lr=0.1)
@@ -374,8 +374,14 @@ def test_later_batches_that_do_not_fit() -> None:
         trainer.train_step(x, label[:3])
     with pytest.raises(TypeError, match=r"inputs \['label'\] are missing.*fetches"):
         trainer.eval_step({"x": x})
-    with pytest.raises(ExportError):
+    with pytest.raises(
+        ValueError, match=r"MLP does not take .* \[5, 9\].*; earlier .*'x' \['batch', 8\]: mat1 and mat2"
+    ):
         trainer.train_step(torch.randn(5, 9), label)
+    with pytest.raises(TypeError, match=r"a list was given: make a tensor of it, torch.tensor\(...\)$"):
+        trainer.train_step(x, label.tolist())
+    with pytest.raises(TypeError, match=r"a list was given: make a tensor of it, torch.stack\(...\)$"):
+        trainer.train_step(list(x), label)
     assert shapes(trainer)["x"] == ["batch", 8], "a wrong batch does not widen the description"
     trainer.train_step(x, label)
     with pytest.raises(TypeError, match="inputs of forward.* and a label, but only 1 value"):
@@ -424,6 +430,33 @@ def test_only_steps_of_training_leave_something(in_process: bool, monkeypatch: p
     trainer.eval_step(x, label)
     assert torch.equal(x, given)
     assert model.calls == 1 and model.history == [1] and model.seen.shape == ()
+
+
+def test_a_forgotten_loss_function() -> None:
+    x, label = mlp_batches(1)[0]
+    advice = "if one is the label, pass the loss function as loss_fn"
+    for args, kwargs in (((x, label), {}), ((), {"x": x, "label": label}), (({"x": x, "label": label},), {})):
+        with pytest.raises(TypeError, match=rf"takes \['x'\]; {advice}"):
+            ORTTrainer(MLP(), "auto", CONFIG).train_step(*args, **kwargs)
+    with pytest.raises(ValueError, match=advice):
+        ORTTrainer(MLP(), MLP_DESC, CONFIG)
+    described = {"inputs": MLP_DESC["inputs"][:1], "outputs": MLP_DESC["outputs"][:1]}
+    with pytest.raises(ExportError, match="if it is the prediction, pass the loss function as loss_fn"):
+        ORTTrainer(MLP(), described, CONFIG).train_step(x)
+
+
+@pytest.mark.parametrize(
+    ("convert", "message"),
+    [
+        (lambda x, label: (x.tolist(), label.tolist()), r"\['x', 'label'\] are no tensors: .*torch.tensor\("),
+        (lambda x, label: (x, label.tolist()), r"\['label'\] are no tensors: make them with torch.tensor\("),
+        (lambda x, label: (x, 3), r"\['label'\] are no tensors: make them with torch.tensor\("),
+        (lambda x, label: (list(x), label), r"\['x'\] are no tensors: make them with torch.stack\("),
+    ],
+)
+def test_lists_in_the_first_batch(convert: Any, message: str) -> None:
+    with pytest.raises((TypeError, ExportError), match=message):
+        ORTTrainer(MLP(), "auto", CONFIG, loss_fn=F.cross_entropy).train_step(*convert(*mlp_batches(1)[0]))
 
 
 def test_an_unexpected_input_is_named() -> None:

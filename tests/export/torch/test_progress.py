@@ -1,7 +1,8 @@
-"""The line on a terminal shows the stages and disappears; elsewhere nothing is written."""
+"""The line on a terminal shows the stages and disappears; elsewhere, only compiling is told."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pty
 import re
@@ -9,6 +10,8 @@ import subprocess
 import sys
 
 import pytest
+
+from ort_trainer.export.torch.builder import _Progress
 
 SCRIPT = """if True:
     import torch
@@ -59,3 +62,10 @@ def test_switched_off() -> None:
 
 def test_elsewhere_nothing_is_written() -> None:
     assert "exporting" not in written(False)
+
+
+def test_elsewhere_a_line_says_that_loops_are_compiled(capfd: pytest.CaptureFixture[str]) -> None:
+    with contextlib.closing(_Progress("MLP")) as progress:
+        for stage in ("capture", "differentiate", "compile", "compile"):
+            progress.stage(stage)
+    assert capfd.readouterr().err == "compiling the loops of MLP: about half a minute, once per model and machine\n"

@@ -21,6 +21,11 @@ class Condition:
         self._terms: dict[str, None] = {}
         self._objects: dict[str, Any] = {"MISSING": MISSING, **names}
         self._names: dict[int, str] = {}
+        self._of_classes: dict[type, Mapping[str, Any]] = {}
+
+    def attributes_of(self, kind: type) -> str:
+        """Returns a name for the attributes of a class, always the same one."""
+        return self.name(self._of_classes.setdefault(kind, vars(kind)))
 
     def name(self, value: Any) -> str:
         """Returns a name for an object, which lives as long as the condition."""
@@ -37,7 +42,7 @@ class Condition:
     def has_entries(self, values: Mapping[str, Any]) -> None:
         """Adds that a mapping has the entries that it has now, and no others."""
         mapping = self.name(values)
-        self.add(f"len({mapping}) == {len(values)}")
+        self.add(f"len({mapping}) == {len(values)}" if values else f"not {mapping}")
         for key, value in values.items():
             self.add(f"{mapping}[{key!r}] is {self.name(value)}")
 

@@ -19,6 +19,7 @@ from ....core.interrupts import uninterrupted
 from ...model_source import Named, nothing_to_train
 from ..borrow import BORROWED
 from ..outside.carried import CarriedState
+from ..outside.changes import BACKWARD_HOOKS, GLOBAL_HOOKS, HOOKS
 from ..outside.notes import Notes
 from ..outside.places import Place
 from ..step_module import canonical_names
@@ -32,9 +33,8 @@ _log = logging.getLogger(__name__)
 _parameter_state = attrgetter("requires_grad", "dtype", "shape")
 _buffer_state = attrgetter("dtype", "shape")
 _requires_grad = attrgetter("requires_grad")
+_requires_grad_and_hooks = attrgetter("requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks")
 _mode = itemgetter("training")
-# Those for the backward pass are refused when the model is exported for them.
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 class ModelChangedError(RuntimeError):
@@ -139,8 +139,8 @@ class ModelWatch:
         model: The model.
         trainable: Canonical names of the parameters that may be trained.
         frozen: Names of parameters that are never trained, even if they require grad.
-        own_modes: Whether a training step runs in the modes that the modules are in, even if all are in evaluation
-            mode.
+        for_calls: Whether graphs are for calls of the model in a loop of PyTorch: they run in the modes that the
+            modules are in, even if all are in evaluation mode, and autograd runs the hooks of parameters.
 
     Attributes:
         modes: Module -> whether it is in training mode in a training step; None if as ``model.train()`` sets it.
@@ -149,14 +149,16 @@ class ModelWatch:
     """
 
     def __init__(
-        self, model: nn.Module, trainable: Collection[str], frozen: Collection[str], own_modes: bool = False
+        self, model: nn.Module, trainable: Collection[str], frozen: Collection[str], for_calls: bool = False
     ) -> None:
         self._model = model
-        self._as_they_are = own_modes
+        self._for_calls = for_calls
+        self._asked = _requires_grad if for_calls else _requires_grad_and_hooks
         self._may_train = frozenset(trainable)
         self._frozen = frozenset(frozen)
         self._modules = _modules(model)
         self._dicts = [module.__dict__ for _, module in self._modules]
+        self._hooks = [values[kind] for values in (*self._dicts, GLOBAL_HOOKS) for kind in (*HOOKS, *BACKWARD_HOOKS)]
         self._buffers = {name: list(module._buffers) for name, module in self._modules}
         self._canonical = canonical_names(model)
         self._numbers = itertools.count()
@@ -189,7 +191,7 @@ class ModelWatch:
             same = self._holds() and list(map(_mode, self._dicts)) == self._settings[0]
         except GONE:
             same = False
-        if not same or list(map(_requires_grad, self._parameters.values())) != self._required:
+        if not same or list(map(self._asked, self._parameters.values())) != self._of_parameters:
             self._look()
         return self._current[training]
 
@@ -218,13 +220,12 @@ class ModelWatch:
         Modes and ``requires_grad`` are not in it, because some loops change them all the time.
         """
         condition = Condition()
-        self._required = list(map(_requires_grad, self._parameters.values()))
+        self._of_parameters = list(map(self._asked, self._parameters.values()))
         for values in self._dicts:
             for kind in ("_modules", "_parameters", "_buffers"):
                 condition.has_entries(values[kind])
-            for kind in _HOOKS:
-                hooks, name = values[kind], condition.name(values[kind])
-                condition.add(f"list({name}) == {list(hooks)}" if hooks else f"not {name}")
+        for hooks in self._hooks:
+            condition.has_entries(hooks)
         for tensor in (*self._parameters.values(), *self._model.buffers()):
             name = condition.name(tensor)
             condition.add(f"{name}.dtype is {condition.name(tensor.dtype)}")
@@ -269,8 +270,11 @@ class ModelWatch:
 
     def _settings_of_now(self) -> tuple[list[bool], list[Any], list[tuple[Any, ...]]]:
         """Returns the modes, what graphs depend on in buffers, and the hooks, identified by their ids."""
-        hooks = [tuple(hook for kind in _HOOKS for hook in values[kind]) for values in self._dicts]
-        hooks = [found for found in hooks if found]
+        hooks = [*self._hooks]
+        if not self._for_calls:
+            of_parameters = map(self._asked, self._parameters.values())
+            hooks += [found or {} for _, *kinds in of_parameters for found in kinds]
+        hooks = [tuple((key, id(hook)) for key, hook in found.items()) for found in hooks if found]
         return list(map(_mode, self._dicts)), list(map(_buffer_state, self._model.buffers())), hooks
 
     def _number(self, values: tuple[list[bool], list[Any], list[tuple[Any, ...]]]) -> None:
@@ -284,7 +288,7 @@ class ModelWatch:
                 "optimizer state: make the trainer while they require grad, then freeze them with "
                 "requires_grad_(False) until they are to be trained"
             )
-        if self._as_they_are:
+        if self._for_calls:
             self._own_modes = training
         elif all(training):
             self._own_modes = None

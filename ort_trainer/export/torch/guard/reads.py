@@ -6,15 +6,12 @@ Places where other objects with equal values are found again and again are left 
 
 from __future__ import annotations
 
-import array
-import contextvars
 import itertools
 import logging
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy
 import torch
 from torch import nn
 
@@ -24,7 +21,7 @@ from ..outside.containers import CHANGEABLE, copied, has_same_parts
 from ..outside.notes import Notes
 from ..outside.numbers import Expression, evaluate
 from ..outside.places import MISSING, Place, Step, attributes_of, described, read
-from ..outside.values import CONTAINERS, frozen, is_plain, parts_of
+from ..outside.values import CONTAINERS, MEMORIES, frozen, is_plain, parts_of
 from .condition import Condition
 
 __all__ = ["GONE", "Reads", "Root", "listed"]
@@ -266,13 +263,14 @@ def _add_place(condition: Condition, owner: Any, step: Step) -> None:
         where = f"{name(values)}[{key!r}]"
     elif kind == "class":
         base = next((base for base in type(owner).__mro__ if key in vars(base)), type(owner))
-        where = f"{name(vars(base))}[{key!r}]"
+        where = f"{condition.attributes_of(base)}[{key!r}]"
+        condition.add(f"type({name(owner)}) is {name(type(owner))}")  # an object can be given another class
     elif kind == "cell" and value is not MISSING:
         where = f"{name(owner.__closure__[key])}.cell_contents"
     elif kind in ("item", "key") and value is not MISSING:
         where = f"{name(owner)}[{key!r}]"
     elif kind == "get" and getattr(owner, str(key), MISSING) is value:
-        where = f"getattr({name(owner)}, {key!r}, MISSING)"
+        where = f"{name(owner)}.{key}" if value is not MISSING else f"getattr({name(owner)}, {key!r}, MISSING)"
     elif kind == "get":  # made anew at each access
         condition.add(f"frozen(getattr({name(owner)}, {key!r}, MISSING)) == {name(frozen(value))}")
         return
@@ -289,7 +287,7 @@ def _add_contents(condition: Condition, value: Any) -> None:
             condition.add(f"{condition.name(value)}.shape == {condition.name(value.shape)}")
     elif isinstance(value, CHANGEABLE):
         condition.add(f"has_same_parts({condition.name(value)}, {condition.name(copied(value))})")
-    elif isinstance(value, (numpy.ndarray, contextvars.ContextVar, bytearray, array.array)):
+    elif isinstance(value, MEMORIES):
         condition.add(f"frozen({condition.name(value)}) == {condition.name(frozen(value))}")
     for _, part in parts_of(value):
         _add_contents(condition, part)

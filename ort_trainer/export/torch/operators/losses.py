@@ -15,6 +15,8 @@ from .registry import composite, decomposition, replacement
 aten = torch.ops.aten
 own = torch.ops.ort_trainer
 
+_CROSS_ENTROPY, _NLL_LOSS = torch._C._nn.cross_entropy_loss, torch._C._nn.nll_loss_nd
+
 
 @composite(aten.multilabel_margin_loss.default)
 def _multilabel_margin_loss(input: torch.Tensor, target: torch.Tensor, reduction: int = 1) -> torch.Tensor:
@@ -82,6 +84,22 @@ def _smooth_l1_loss_backward(
     inner = x / beta if beta else x
     slope = torch.where(x <= -beta, -1.0, torch.where(x >= beta, 1.0, inner))
     return share * (slope if beta else torch.where(x == 0, 0.0, slope))
+
+
+@replacement(torch._C._nn, "cross_entropy_loss")
+def _cross_entropy_loss(input: torch.Tensor, target: torch.Tensor, *settings: Any) -> torch.Tensor:
+    """Takes labels of uint8, as PyTorch's kernel does. (Its decomposition refuses them while a model is captured.)"""
+    return _CROSS_ENTROPY(input, _as_index(target), *settings)
+
+
+@replacement(torch._C._nn, "nll_loss_nd")
+def _nll_loss(input: torch.Tensor, target: torch.Tensor, *settings: Any) -> torch.Tensor:
+    """Takes labels of uint8; see above."""
+    return _NLL_LOSS(input, _as_index(target), *settings)
+
+
+def _as_index(target: torch.Tensor) -> torch.Tensor:
+    return target.long() if target.dtype == torch.uint8 else target
 
 
 @replacement(F, "gaussian_nll_loss")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import copy
 import functools
@@ -9,13 +10,16 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy
+import torch
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from .containers import CHANGEABLE, copied, has_same_parts, refill
-from .places import MISSING, Place, Step
+from .generators import has_drawn, name_of, put_back, state_of
+from .places import MISSING, Place, Step, described
 from .values import frozen
 
-__all__ = ["HOOKS", "OF_EVERY_MODULE", "Change", "Copies", "in_cell"]
+__all__ = ["BACKWARD_HOOKS", "GLOBAL_HOOKS", "HOOKS", "OF_EVERY_MODULE", "Change", "Copies", "in_cell"]
 
 OF_EVERY_MODULE = frozenset(nn.Module().__dict__) | frozenset(
     {"_call_impl", "_wrapped_call_impl", "_compiled_call_impl", "_flat_weights", "_flat_weight_refs"}
@@ -25,6 +29,10 @@ references to their weights.)"""
 _LARGEST = 1 << 24
 _PARTS = ("_modules", "_parameters", "_buffers")
 HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+BACKWARD_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
+"""Those for the backward pass; they are refused when a model is exported for them."""
+GLOBAL_HOOKS = {kind: vars(nn.modules.module)[f"_global{kind}"] for kind in (*HOOKS, *BACKWARD_HOOKS)}
+"""Hooks of all modules."""
 
 
 class Change(NamedTuple):
@@ -56,10 +64,12 @@ class Copies:
         self._slots: list[tuple[Place, Any, str, Any]] = []
         self._parts: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._hooks: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._tensors: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._generators: list[tuple[Place, Any, Any]] = []
 
     def add_attributes(self, values: dict[str, Any], place: Place) -> None:
         """Copies an object's ``__dict__``."""
-        self._attributes[id(values)] = place, values, dict(values)
+        self._attributes.setdefault(id(values), (place, values, dict(values)))
 
     def add_class(self, kind: type, place: Place) -> None:
         """Copies the attributes of a class."""
@@ -85,11 +95,22 @@ class Copies:
             self._contents.setdefault(id(value), (place, value, copied(value)))
 
     def add_memory(self, value: Any, place: Place) -> None:
-        """Copies an array, or what a context variable holds; not an array too large to be a setting."""
+        """Copies what one of :data:`~.values.MEMORIES` holds; not an array too large to be a setting."""
         if isinstance(value, contextvars.ContextVar):
             self._memories[id(value)] = place, value, value.get(MISSING)
         elif memoryview(value).nbytes <= _LARGEST:
             self._memories[id(value)] = place, value, copy.copy(value)
+
+    def add_tensor(self, value: torch.Tensor) -> None:
+        """Copies a tensor from outside; not one too large to be a state."""
+        if value.layout is torch.strided and value.nbytes <= _LARGEST and id(value) not in self._tensors:
+            with _untraced():
+                self._tensors[id(value)] = value, value.detach().clone()
+
+    def add_generator(self, generator: Any, place: Place) -> None:
+        """Remembers the state of a generator of random numbers."""
+        with _untraced():
+            self._generators.append((place, generator, state_of(generator)))
 
     def add_global(self, values: dict[str, Any], name: str, place: Place) -> None:
         """Remembers a global variable, which may not exist yet."""
@@ -110,6 +131,12 @@ class Copies:
             now = value.get(MISSING) if isinstance(value, contextvars.ContextVar) else value
             if now is not before and frozen(now) != frozen(before):
                 yield place
+
+    def drawn(self) -> Iterator[str]:
+        """Yields the generators from which the run has drawn, by name or place."""
+        for place, generator, state in self._generators:
+            if has_drawn(generator, state):
+                yield name_of(generator) or repr(described(place))
 
     @property
     def has_other_parts(self) -> bool:
@@ -159,9 +186,22 @@ class Copies:
                 value[... if isinstance(value, numpy.ndarray) else slice(None)] = before
             elif before is not MISSING and value.get(MISSING) is not before:
                 value.set(before)
+        with _untraced(), torch.no_grad():
+            for tensor, numbers in self._tensors.values():
+                if not torch.equal(tensor, numbers):
+                    tensor.copy_(numbers)
+            for _, generator, state in self._generators:
+                put_back(generator, state)
         for now, before in (*self._parts, *self._hooks):
             if not has_same_parts(now, before):
                 refill(now, before)
+
+
+@contextlib.contextmanager
+def _untraced() -> Iterator[None]:
+    """Lets PyTorch compute in the context, although a run is traced."""
+    with torch._C.DisableTorchFunction(), _disable_current_modes():
+        yield
 
 
 def in_cell(cell: Any) -> Any:

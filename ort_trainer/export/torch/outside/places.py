@@ -5,6 +5,7 @@ A place is made of strings and numbers, so a child process can name it to its pa
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -30,9 +31,10 @@ class Step(NamedTuple):
     Attributes:
         kind: ``get`` (what the owner's attribute returns), ``attribute`` (an entry of its ``__dict__``), ``tensor`` (a
             module's parameter or buffer), ``class`` (an attribute of its class), ``global`` (a global variable of a
-            function), ``cell`` (a variable of a function's closure), ``item`` (of a sequence), ``entry`` (of a dict, by
-            the position of its key), ``key`` (of a dict, by a key that is a string), ``contents`` (all that a container
-            holds); only to be written, ``end`` (what is appended to a list).
+            function), ``module`` (a Python module, by its name), ``referent`` (of a weak reference), ``cell`` (a
+            variable of a function's closure), ``item`` (of a sequence), ``entry`` (of a dict, by the position of its
+            key), ``key`` (of a dict, by a key that is a string), ``contents`` (all that a container holds); only to be
+            written, ``end`` (what is appended to a list).
         key: A name or a position.
     """
 
@@ -72,6 +74,8 @@ _READ: dict[str, Callable[[Any, Any], Any]] = {
     "get": lambda owner, name: getattr(owner, name, MISSING),
     "attribute": lambda owner, name: attributes_of(owner).get(name, MISSING),
     "tensor": lambda owner, name: {**owner._parameters, **owner._buffers}.get(name, MISSING),
+    "module": lambda _, name: sys.modules.get(name, MISSING),
+    "referent": lambda reference, _: reference(),
     "class": lambda owner, name: of_class(type(owner), name),
     "global": lambda function, name: function.__globals__.get(name, MISSING),
     "cell": _in_cell,

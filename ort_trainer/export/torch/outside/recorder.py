@@ -9,44 +9,47 @@ What was left is found by comparison with copies (``changes.py``).
 
 from __future__ import annotations
 
-import array
 import builtins
 import contextlib
-import contextvars
-import dis
 import functools
 import inspect
+import io
 import random
 import sys
 import threading
 import types
+import weakref
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy
 import torch
 from torch import nn
 
 from ....core.errors import ExportError
 from .changes import HOOKS, OF_EVERY_MODULE, Copies, in_cell
+from .code import LIBRARIES, globals_of, imports_of, is_users, names_of
 from .containers import copied, has_same_parts
+from .generators import is_generator
 from .leftovers import Code, Leftovers, encode
 from .notes import Notes
 from .numbers import Expression, Growing, Number, Uses, places_of, text_of
 from .places import MISSING, Place, Step, attributes_of, described, of_class, read, write
-from .values import CONTAINERS, frozen, is_plain, is_watched, parts_of
+from .values import CONTAINERS, MEMORIES, VIEWS, frozen, is_plain, is_watched, parts_of
 
 __all__ = ["Pair", "Recorder"]
 
-# pytest rewrites assertions so that they read its own state.
-_LIBRARIES = frozenset({"torch", "numpy", "sympy", "ort_trainer", "torchgen", "functorch", "_pytest", "pluggy"})
-_NOT_USERS = sys.stdlib_module_names | _LIBRARIES
 _TORCH = str(Path(torch.__file__).parent)
 _OURS = str(Path(__file__).parent)
 _TORCH_MODELS = str(Path(torch.nn.__file__).parent)
 # Called without being named.
-_CALLED_ON_CLASSES = frozenset({"__init__", "__call__", "__new__", "__post_init__", "forward"})
+_CALLED_ON_CLASSES = frozenset(
+    {"__init__", "__call__", "__new__", "__post_init__", "forward", "setup_context", "backward"}
+)
+# Special methods that a run does not call on an object that was there before, and ours.
+_NOT_CALLED = frozenset({"__init__", "__new__", "__init_subclass__", "__post_init__", "__del__", "__repr__", "__str__"})
+_NOT_CALLED |= {"__reduce__", "__reduce_ex__", "__getstate__", "__setstate__", "__copy__", "__deepcopy__", "__dir__"}
+_NOT_CALLED |= {"__getattribute__"}
 # Objects that can't be watched, so all that they hold counts as read.
 _NAMESPACES = (types.SimpleNamespace, threading.local)
 # Kinds of steps to what can be replaced for a run.
@@ -134,7 +137,6 @@ class Recorder:
         self._of_classes: set[tuple[int, str]] = set()
         self._places_of_classes: dict[int, Place] = {}
         self._names: set[str] = set()
-        self._generators: list[tuple[Place, Any, str]] = []
         self._iterators: list[Place] = []
 
     @contextlib.contextmanager
@@ -226,14 +228,11 @@ class Recorder:
                 f"the run reads the iterator {described(place)!r}, from which a graph can't take a value in each step: "
                 "take it before the step, and pass it as an input"
             )
-        for place, generator, state in self._generators:
-            if repr(_state_of(generator)) != state:
-                own = repr(described(place))
-                name = "random" if generator is random._inst else _of_numpy(generator) or own  # type: ignore[attr-defined]
-                raise ExportError(
-                    f"the run draws numbers from {name}, which would be the same in every step of a "
-                    "graph: draw them with torch (torch.rand), or before the step and pass them as inputs"
-                )
+        for name in self._copies.drawn():
+            raise ExportError(
+                f"the run draws numbers from {name}, which would be the same in every step of a graph: draw them with "
+                "torch (torch.rand), or before the step and pass them as inputs"
+            )
 
     def _flags_of_hooks(self) -> set[Place]:
         """Returns the attributes that say that the run has made its hooks: they aren't left, as hooks aren't.
@@ -343,7 +342,8 @@ class Recorder:
         kinds: list[tuple[Expression, Any]]
         kinds = [(["type", ["at", place]], type(self._numbers[place]).__name__) for place in numbers]
         # Of a container with such numbers, the other parts count.
-        for place in {place[:-1] for place in numbers if place[:-1] in self.reads} & set(fixed):
+        in_containers = {place[:-1] for place in numbers if place[-1].kind in ("item", "entry", "key")}
+        for place in in_containers & set(fixed):
             fixed.remove(place)
             kinds.append((["keys", place], None))
             parts = [(*place, Step(*step)) for step, _ in parts_of(self.reads[place])]
@@ -380,6 +380,7 @@ class Recorder:
         for key, value in values.items():
             if type(value) in CONTAINERS and key not in OF_EVERY_MODULE:
                 self._copies.add_contents(value, (*place, Step("attribute", key)))
+        self._meet_special_methods(type(module), place)
         for hooks in HOOKS:
             for at, hook in enumerate(values.get(hooks, {}).values()):
                 self._meet(hook, (*place, Step("get", hooks), Step("entry", at)))
@@ -391,6 +392,7 @@ class Recorder:
         if isinstance(value, torch.Tensor):
             if type(value) in (torch.Tensor, nn.Parameter):  # not one that stands for a parameter during a capture
                 self._note_alias(self.tensors.setdefault(id(value), (value, place))[1], place)
+                self._copies.add_tensor(value)
             return
         if isinstance(value, (types.ModuleType, type)):
             self._meet_names(value, place, frozenset(self._names), data_only=True)
@@ -417,17 +419,27 @@ class Recorder:
             self._meet(value.__func__, (*place, Step("get", "__func__")))
         elif isinstance(value, (*CONTAINERS, functools.partial)):
             self._copies.add_contents(value, place)
+            self._meet_special_methods(type(value), place)
             for step, part in parts_of(value):
                 self._meet(part, (*place, Step(*step)))
-        elif isinstance(value, random.Random) or type(value).__module__.startswith("numpy.random"):
-            self._generators.append((place, value, repr(_state_of(value))))
-        elif isinstance(value, types.BuiltinFunctionType) and isinstance(value.__self__, random.Random):
-            self._meet(value.__self__, (*place, Step("get", "__self__")))
+        elif is_generator(value):
+            self._copies.add_generator(value, place)
+        elif isinstance(value, types.BuiltinFunctionType):
+            if isinstance(value.__self__, (random.Random, *CONTAINERS)):  # a method that was kept
+                self._record((*place, Step("get", "__self__")), value.__self__)
+        elif isinstance(value, weakref.ref):
+            self._meet(value(), (*place, Step("referent", "")))
+        elif isinstance(value, VIEWS):
+            self._meet(value.mapping, (*place, Step("get", "mapping")))
+        elif isinstance(value, types.MappingProxyType):
+            for key, part in value.items():
+                self._meet(part, (*place, Step("key", key)))
         elif isinstance(value, Iterator):
-            self._iterators.append(place)
-        elif isinstance(value, (numpy.ndarray, contextvars.ContextVar, bytearray, array.array)):
+            if not isinstance(value, io.IOBase):  # what files hold is not watched
+                self._iterators.append(place)
+        elif isinstance(value, MEMORIES):
             self._copies.add_memory(value, place)
-        elif not isinstance(value, types.BuiltinFunctionType):
+        else:
             self._meet_object(value, place)
 
     def _note_alias(self, first: Place, second: Place) -> None:
@@ -453,9 +465,15 @@ class Recorder:
         for name, part in () if can_be_watched else values.items():
             self._record((*place, Step("attribute", name)), part)
         self._meet_names(kind, (*place, Step("get", "__class__")), frozenset(self._names), data_only=can_be_watched)
-        call = of_class(kind, "__call__")
-        if isinstance(call, types.FunctionType):
-            self._record((*place, Step("class", "__call__")), call)
+        self._meet_special_methods(kind, place)
+
+    def _meet_special_methods(self, kind: type, place: Place) -> None:
+        """Records the methods of a user's class that Python calls without looking them up in the object."""
+        for base in kind.__mro__ if is_users(kind.__module__) else ():
+            for name, method in list(vars(base).items()) if is_users(base.__module__) else ():
+                special = name.startswith("__") and name.endswith("__") and name not in _NOT_CALLED
+                if special and isinstance(method, types.FunctionType):
+                    self._record((*place, Step("class", name)), of_class(kind, name))
 
     def _meet_function(self, function: types.FunctionType, place: Place) -> None:
         for at, cell in enumerate(function.__closure__ or ()):
@@ -467,21 +485,23 @@ class Recorder:
                 self._record((*place, Step("get", name)), getattr(function, name))
         self._record((*place, Step("get", "__code__")), function.__code__)
         values = function.__globals__
-        if not _is_users(values.get("__name__")):
+        if not is_users(values.get("__name__")):
             return
-        names = _names_of(function.__code__)
+        names = names_of(function.__code__)
         self._names |= names
         for name in names:
             if name not in values and hasattr(builtins, name):
                 continue
             is_data = name in values and not isinstance(values[name], (types.ModuleType, types.FunctionType, type))
-            if is_data and name not in _globals_of(function.__code__):  # the name of an attribute
+            if is_data and name not in globals_of(function.__code__):  # the name of an attribute
                 continue
             inner = (*place, Step("global", name))  # type: ignore[assignment]
             self._copies.add_global(values, name, inner)
             if name in values:
                 self._record(inner, values[name])
                 self._meet_names(values[name], inner, names | _CALLED_ON_CLASSES)
+        for name in imports_of(function):
+            self._meet_names(sys.modules[name], (*place, Step("module", name)), names)
         for at, cell in enumerate(function.__closure__ or ()):
             self._meet_names(in_cell(cell), (*place, Step("cell", at)), names | _CALLED_ON_CLASSES)
 
@@ -491,8 +511,8 @@ class Recorder:
         With ``data_only``, functions are left out: the code that names them does not call them on this class.
         """
         if isinstance(value, types.ModuleType):
-            of_user = _is_users(value.__name__)
-            if value.__name__.partition(".")[0] in _LIBRARIES:
+            of_user = is_users(value.__name__)
+            if value.__name__.partition(".")[0] in LIBRARIES:
                 return
             for name in names & vars(value).keys():
                 part = vars(value)[name]
@@ -521,12 +541,12 @@ class Recorder:
                     self._of_classes.add((id(base), name))
                     self._record((*of_base, Step("attribute", name)), part)
                     if code is not None:  # a method may read attributes of its class
-                        self._meet_names(value, place, _names_of(code), data_only=True)
+                        self._meet_names(value, place, names_of(code), data_only=True)
 
     def _users_bases(self, kind: type, place: Place) -> Iterator[tuple[type, Place]]:
         """Yields the classes of a user or a library from which a class inherits, itself included, each at one place."""
         for at, base in enumerate(kind.__mro__):
-            if _is_users(base.__module__):
+            if is_users(base.__module__):
                 yield (
                     base,
                     self._places_of_classes.setdefault(id(base), (*place, Step("get", "__mro__"), Step("item", at))),
@@ -579,15 +599,15 @@ class Recorder:
         elif isinstance(of_type, types.MemberDescriptorType) and not isinstance(owner, nn.Module):
             self._record((*place, Step("get", name)), value)
         elif of_type is not MISSING:
-            of_user = any(name in vars(base) for base in type(owner).__mro__ if _is_users(base.__module__))
+            of_user = any(name in vars(base) for base in type(owner).__mro__ if is_users(base.__module__))
             if of_user or name == "forward" or not callable(of_type):
                 self._record_if_old(values, name, place, MISSING)
-            if of_user:
+            if of_user or name == "forward":
                 self._record((*place, Step("class", name)), of_type)
             elif isinstance(of_type, types.GetSetDescriptorType):  # a property's own reads are recorded as it runs
                 self._record((*place, Step("get", name)), value)
             if of_user and type(of_type) is types.FunctionType:
-                names = _names_of(of_type.__code__)
+                names = names_of(of_type.__code__)
                 self._meet_names(type(owner), (*place, Step("get", "__class__")), names, data_only=True)
         elif isinstance(owner, nn.Module) and name in {**owner._modules, **owner._parameters, **owner._buffers}:
             pass  # the model's own parts
@@ -645,21 +665,6 @@ def _numbers_changed(now: Any, before: Any) -> Iterator[Step]:
                 yield Step(*step)
 
 
-def _state_of(generator: Any) -> Any:
-    if isinstance(generator, random.Random):
-        return generator.getstate()
-    return (
-        generator.get_state()
-        if hasattr(generator, "get_state")
-        else getattr(generator, "bit_generator", generator).state
-    )
-
-
-def _of_numpy(generator: Any) -> str:
-    """Returns what NumPy's global generator is called; "" for others."""
-    return "numpy.random" if generator is numpy.random.mtrand._rand else ""
-
-
 def _unwatch(kind: type, own: Any) -> None:
     if own is MISSING:
         del kind.__getattribute__
@@ -670,25 +675,3 @@ def _unwatch(kind: type, own: Any) -> None:
 def _holds_plain_parts(container: Any) -> bool:
     parts = [part for _, part in parts_of(container)]
     return type(container) in CONTAINERS and len(parts) == len(container) and all(map(is_plain, parts))
-
-
-def _is_users(module: str | None) -> bool:
-    """Returns whether code of a Python module is a user's or a library's, not Python's or PyTorch's."""
-    return bool(module) and str(module).partition(".")[0] not in _NOT_USERS
-
-
-@functools.lru_cache(maxsize=4096)
-def _names_of(code: types.CodeType) -> frozenset[str]:
-    """Returns the names of globals and attributes in code, also in the functions and comprehensions in it."""
-    inner = (_names_of(part) for part in code.co_consts if isinstance(part, types.CodeType))
-    return frozenset(code.co_names).union(*inner)
-
-
-@functools.lru_cache(maxsize=4096)
-def _globals_of(code: types.CodeType) -> frozenset[str]:
-    """Returns the names in code that are global variables; slow."""
-    inner = (_globals_of(part) for part in code.co_consts if isinstance(part, types.CodeType))
-    own = (
-        found.argval for found in dis.get_instructions(code) if "GLOBAL" in found.opname or found.opname == "LOAD_NAME"
-    )
-    return frozenset(own).union(*inner)

@@ -17,11 +17,15 @@ from torch import nn
 
 from .containers import copied
 
-__all__ = ["CONTAINERS", "frozen", "is_plain", "is_watched", "memory_of", "parts_of"]
+__all__ = ["CONTAINERS", "MEMORIES", "VIEWS", "frozen", "is_plain", "is_watched", "memory_of", "parts_of"]
 
 CONTAINERS = (dict, OrderedDict, defaultdict, list, tuple, deque, set, frozenset)
 _ATOMS = (type(None), bool, int, float, complex, str, bytes, type(...), range, slice)
 _NUMBERS_AND_TEXTS: tuple[Any, ...] = (int, float, complex, str, bytes)
+VIEWS: tuple[Any, ...] = (type({}.keys()), type({}.values()), type({}.items()))
+"""Views of a dict, which their attribute ``mapping`` shows."""
+MEMORIES = (numpy.ndarray, contextvars.ContextVar, bytearray, array.array, types.MappingProxyType, *VIEWS)
+"""Kinds of objects of which only all that they show can be compared."""
 _OF_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 _CALLABLES = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.MethodWrapperType)
 # Of a container with more entries only the number of entries is compared: comparing all takes too long at every step.
@@ -65,7 +69,8 @@ def frozen(value: Any, depth: int = 0) -> Hashable:
             return kind, id(value), getattr(value, "_version", 0) if not value.is_inference() else 0
         return kind, value.dtype, value.shape, value.device, value.requires_grad
     if isinstance(value, numpy.ndarray):
-        return kind, str(value.dtype), value.shape, id(value) if value.dtype.hasobject else value.tobytes()
+        objects = frozen(value.ravel().tolist(), depth + 1) if value.dtype.hasobject else value.tobytes()
+        return kind, str(value.dtype), value.shape, objects
     if isinstance(value, numpy.generic):
         return kind, str(value.dtype), value.tobytes()
     if isinstance(value, (dict, list, tuple, deque, set, frozenset)):
@@ -81,6 +86,10 @@ def frozen(value: Any, depth: int = 0) -> Hashable:
         return kind, id(value), frozen(value.get(None), depth + 1)
     if isinstance(value, (bytearray, array.array)):
         return kind, bytes(value)
+    if isinstance(value, VIEWS):
+        return kind, frozen(value.mapping, depth)
+    if isinstance(value, types.MappingProxyType):
+        return kind, frozen(dict(value), depth)
     # What is read of an object has places of its own, if its class can be watched.
     return (kind,) if is_watched(kind) and not isinstance(value, nn.Module) else (kind, _Same(value))
 

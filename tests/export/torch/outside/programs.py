@@ -191,6 +191,92 @@ READ: dict[str, tuple[str, str, str, str]] = {
         "{a} * L[0](torch.ones(1))",
         "L[0].register_forward_hook(lambda m, x, y: y * {b})",
     ),
+    "item of an object": (
+        "V = {a}\nclass C:\n    def __getitem__(self, key): return V",
+        "self.c = C()",
+        "self.c['v']",
+        "V = {b}",
+    ),
+    "item of an own dict": (
+        "V = {a}\nclass C(dict):\n    def __missing__(self, key): return V",
+        "self.c = C()",
+        "self.c['v']",
+        "V = {b}",
+    ),
+    "length of an object": (
+        "V = [1]\nclass C:\n    def __len__(self): return len(V)",
+        "self.c = C()",
+        "len(self.c)",
+        "V.append(2)",
+    ),
+    "object as a number": (
+        "V = {a}\nclass C:\n    def __float__(self): return float(V)\n    def __iter__(self): yield V",
+        "self.c = C()",
+        "(float(self.c) + sum(self.c)) / 2",
+        "V = {b}",
+    ),
+    "object that multiplies": (
+        "V = {a}\nclass C:\n    def __rmul__(self, x): return x * V",
+        "self.c = C()",
+        "(2 * self.c)",
+        "V = {b}",
+    ),
+    "object that makes attributes": (
+        "V = {a}\nclass C:\n    def __getattr__(self, name):\n        if name != 'v': raise AttributeError(name)\n"
+        "        return V",
+        "self.c = C()",
+        "self.c.v",
+        "V = {b}",
+    ),
+    "descriptor": (
+        "V = {a}\nclass D:\n    def __get__(self, owner, kind): return V\nclass C: v = D()",
+        "self.c = C()",
+        "self.c.v",
+        "V = {b}",
+    ),
+    "attribute by name": ("class C: v = {a}", "", "getattr(C, 'v')", "C.v = {b}"),
+    "global by name": ("V = {a}", "", "globals()['V']", "V = {b}"),
+    "imported in a function": (
+        "import sys\nM = types.ModuleType('m'); M.v = {a}; sys.modules['{name}_m'] = M\n"
+        "def helper():\n    import {name}_m as m\n    return m.v",
+        "",
+        "helper()",
+        "M.v = {b}",
+    ),
+    "environment by a function": (
+        "import os\nos.environ[__name__] = '{a}'",
+        "",
+        "float(os.getenv(__name__))",
+        "os.environ[__name__] = '{b}'",
+    ),
+    "weak reference": (
+        "import weakref\nclass C: pass\nV = C(); V.v = {a}",
+        "self.c = weakref.ref(V)",
+        "self.c().v",
+        "V.v = {b}",
+    ),
+    "read-only dict": ("V = {{'v': {a}}}", "self.c = types.MappingProxyType(V)", "self.c['v']", "V['v'] = {b}"),
+    "view of a dict": ("V = {{'v': {a}}}", "self.c = V.values()", "list(self.c)[0]", "V['v'] = {b}"),
+    "method of a dict": ("V = {{'v': {a}}}", "self.c = V.get", "self.c('v')", "V['v'] = {b}"),
+    "numpy array of objects": ("", "self.v = np.array([{a}, None])", "self.v[0]", "model.v[0] = {b}"),
+    "another class": (
+        "class One(nn.Module):\n    def forward(self): return {a}\nclass Two(One):\n    def forward(self): return {b}",
+        "self.one = One()",
+        "self.one()",
+        "model.one.__class__ = Two",
+    ),
+    "another class of a layer": (
+        "class Two(nn.Linear):\n    def forward(self, x): return super().forward(x) * {b}",
+        "",
+        "1.0",
+        "model.fc.__class__ = Two",
+    ),
+    "hook replaced under its key": (
+        "",
+        "self.fc.register_forward_hook(lambda m, x, y: y * {a})",
+        "1.0",
+        "model.fc._forward_hooks[next(iter(model.fc._forward_hooks))] = lambda m, x, y: y * {b}",
+    ),
     "own dict": ("", "self.v = {a}", "vars(self)['v']", "model.v = {b}"),
 }
 
@@ -283,6 +369,13 @@ LEFT: dict[str, tuple[str, str, str, str, str]] = {
     "counter in a class": ("class C: n = 0", "", "C.n += 1", "C.n * 0.1", "torch.tensor(C.n)"),
     "tensor in a class": ("class C: t = torch.zeros(1)", "", "C.t = h.detach().mean(0)[:1]", "C.t", "C.t"),
     "counter of a function": ("def f(): pass\nf.n = 0", "", "f.n += 1", "f.n * 0.1", "torch.tensor(f.n)"),
+    "counter of a function that another reads": (
+        "def f(): pass\ndef g(): return f.n\nf.n = 0",
+        "",
+        "f.n += 1",
+        "g() * 0.1",
+        "torch.tensor(f.n)",
+    ),
     "own kind of list": (
         "class C(list): pass",
         "self.s = C([5])",
@@ -303,6 +396,7 @@ _ONE_GRAPH = {
         *("attribute", "tuple", "list", "deque", "slots", "dataclass", "global", "global dict", "closure", "buffer"),
         *("counter", "counter that is used", "counter in a global", "counter in a dict", "counter in a list"),
         *("counter in a class", "tensor in a class", "counter of a function"),
+        "counter of a function that another reads",
         *("growing list", "growing list of numbers"),
     ),
 }
@@ -361,7 +455,8 @@ def program(how: str, kind: str, seed: int) -> Any:
         declared, leave = leave.split(";")[0] + "\n        ", leave.split(";")[1].strip()
     tensors = "tensor" in kind or "memory" in kind or (how == "left" and "count" not in kind and "number" not in kind)
     uses = _USES[:-2] if tensors else _USES
-    fill = {"a": a, "b": b}
+    name = f"program_{abs(hash((how, kind, seed)))}_{len(sys.modules)}"
+    fill = {"a": a, "b": b, "name": name}
     source = _HEAD + _MODEL.format(
         before=before.format(**fill),
         init=init.format(**fill) or "pass",
@@ -373,7 +468,6 @@ def program(how: str, kind: str, seed: int) -> Any:
         state=state,
         **values,
     )
-    name = f"program_{abs(hash((how, kind, seed)))}_{len(sys.modules)}"
     module = types.ModuleType(name)
     sys.modules[name] = module
     exec(compile(source, f"<{how} {kind} {seed}>", "exec"), vars(module))

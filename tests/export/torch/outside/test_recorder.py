@@ -63,6 +63,90 @@ def test_what_a_graph_can_not_do_is_refused_with_its_place(model: Net, message: 
     assert (set(vars(model)), list(model._modules)) == before
 
 
+def _norm_outside(net: Any, h: torch.Tensor) -> torch.Tensor:
+    return net.norms[0](h)
+
+
+def _in_place(net: Any, h: torch.Tensor) -> torch.Tensor:
+    net.steps += 1
+    return h * net.steps
+
+
+UNDONE: dict[str, tuple[Callable[[Any, torch.Tensor], torch.Tensor], Callable[[], Any]]] = {
+    "steps": (_in_place, lambda: torch.zeros(())),
+    "norms": (_norm_outside, lambda: [nn.BatchNorm1d(3)]),
+    "random": (lambda net, h: h * net.random.random(), lambda: random.Random(0)),
+    "numpy": (lambda net, h: h * net.numpy.uniform(), lambda: np.random.default_rng(0)),
+    "legacy": (lambda net, h: h * net.legacy.rand(), lambda: np.random.RandomState(0)),
+    "torch": (lambda net, h: h * torch.rand(1, generator=net.torch), lambda: torch.Generator().manual_seed(0)),
+}
+
+
+@pytest.mark.parametrize("name", UNDONE)
+def test_pytorch_runs_a_call_from_where_it_was(name: str) -> None:
+    function, make = UNDONE[name]
+    model, reference = (Net(function, **{name: make()}) for _ in range(2))
+    reference.load_state_dict(model.state_dict())
+    wrapped = ORTModule(model)
+    for _ in range(2):
+        assert torch.allclose(wrapped(X), reference(X), rtol=1e-5)
+
+
+def test_containers_of_a_model_stay_the_same_objects(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ORT_TRAINER_EXPORT_IN_PROCESS", "1")
+    settings = {"scales": [2.0]}
+    model = Net(lambda net, h: h * net.settings["scales"][0], settings=settings)
+    trainer_of(model).train_step(X, Y)
+    assert model.settings is settings
+    assert model.settings["scales"] is settings["scales"]
+
+
+def test_hooks_of_parameters_are_refused_later_too() -> None:
+    model = Net(lambda net, h: h)
+    trainer = trainer_of(model)
+    trainer.train_step(X, Y)
+    for register in (model.fc.weight.register_hook, model.fc.weight.register_post_accumulate_grad_hook):
+        handle = register(lambda value: None)
+        with pytest.raises(ExportError, match="'fc.weight' has a backward hook"):
+            trainer.train_step(X, Y)
+        handle.remove()
+        trainer.train_step(X, Y)
+
+
+def test_hooks_of_all_modules() -> None:
+    model = Net(lambda net, h: h)
+    trainer = trainer_of(model)
+    before = trainer.eval_step(X, Y)[1]
+    handle = nn.modules.module.register_module_forward_hook(
+        lambda module, _, result: result * 2 if isinstance(module, nn.Linear) else None
+    )
+    assert_close(trainer.eval_step(X, Y)[1], before * 2, 1e-5, "outputs")
+    handle.remove()
+    assert_close(trainer.eval_step(X, Y)[1], before, 1e-5, "outputs")
+
+
+class _Reversal(torch.autograd.Function):
+    scale = 1.0
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * -_Reversal.scale
+
+
+def test_a_setting_that_a_backward_pass_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Net(lambda net, h: _Reversal.apply(h))
+    wrapped = ORTModule(model)
+    for scale in (1.0, 0.25):
+        monkeypatch.setattr(_Reversal, "scale", scale)
+        model.zero_grad()
+        wrapped(X).sum().backward()
+        assert torch.allclose(model.fc.bias.grad, torch.full((3,), -4 * scale))
+
+
 def test_equal_contents_are_no_change() -> None:
     def forward(net: Any, h: torch.Tensor) -> torch.Tensor:
         os.environ[__name__] = os.environ.get(__name__, "1") + ""  # as PyTorch sets its own, within a capture

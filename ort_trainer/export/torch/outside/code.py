@@ -1,0 +1,69 @@
+"""What the code of a function names: global variables, attributes, modules that it imports."""
+
+from __future__ import annotations
+
+import dis
+import functools
+import sys
+import types
+from collections.abc import Iterator
+
+__all__ = ["LIBRARIES", "globals_of", "imports_of", "is_users", "names_of"]
+
+LIBRARIES = frozenset({"torch", "numpy", "sympy", "ort_trainer", "torchgen", "functorch", "_pytest", "pluggy"})
+"""Libraries whose settings are not watched; pytest rewrites assertions so that they read its own state."""
+_NOT_USERS = sys.stdlib_module_names | LIBRARIES
+# With these, code finds attributes and global variables by their names in texts.
+_BY_NAME = frozenset({"getattr", "hasattr", "setattr", "attrgetter", "vars", "__dict__", "globals"})
+
+
+def is_users(module: str | None) -> bool:
+    """Returns whether code of a Python module is a user's or a library's, not Python's or PyTorch's."""
+    return bool(module) and str(module).partition(".")[0] not in _NOT_USERS
+
+
+@functools.lru_cache(maxsize=4096)
+def names_of(code: types.CodeType) -> frozenset[str]:
+    """Returns the names of globals and attributes in code, also in the functions and comprehensions in it.
+
+    Those of Python's own, such as ``__name__``, are left out.
+    """
+    names = frozenset(name for name in code.co_names if not name.startswith("__") or not name.endswith("__"))
+    if "getenv" in names:  # a function of Python's own, which reads os.environ
+        names |= {"environ"}
+    return names.union(_texts(code, _BY_NAME), *map(names_of, _inner(code)))
+
+
+@functools.lru_cache(maxsize=4096)
+def globals_of(code: types.CodeType) -> frozenset[str]:
+    """Returns the names in code that are global variables; slow."""
+    instructions = dis.get_instructions(code)
+    own = {found.argval for found in instructions if "GLOBAL" in found.opname or found.opname == "LOAD_NAME"}
+    return frozenset(own).union(_texts(code, {"globals"}), *map(globals_of, _inner(code)))
+
+
+@functools.lru_cache(maxsize=4096)
+def _imported(code: types.CodeType) -> frozenset[str]:
+    own = {found.argval for found in dis.get_instructions(code) if found.opname.startswith("IMPORT_")}
+    return frozenset(own).union(*map(_imported, _inner(code)))
+
+
+def imports_of(function: types.FunctionType) -> frozenset[str]:
+    """Returns the names of a user's modules that a function imports as it runs, if they have been imported before."""
+    package = str(function.__globals__.get("__package__") or "")
+    names = names_of(function.__code__)
+    if not any(name in sys.modules or f"{package}.{name}" in sys.modules for name in names):
+        return frozenset()  # without a look at each instruction
+    found = {full for name in _imported(function.__code__) for full in (name, f"{package}.{name}") if is_users(full)}
+    return frozenset(found & sys.modules.keys())
+
+
+def _inner(code: types.CodeType) -> Iterator[types.CodeType]:
+    return (part for part in code.co_consts if isinstance(part, types.CodeType))
+
+
+def _texts(code: types.CodeType, functions: frozenset[str] | set[str]) -> frozenset[str]:
+    """Returns the texts in code that may be names, if it names one of some functions."""
+    if functions.isdisjoint(code.co_names):
+        return frozenset()
+    return frozenset(text for text in code.co_consts if isinstance(text, str) and text.isidentifier())
