@@ -18,7 +18,6 @@ from ort_trainer import TrainingParameters, compat
 from ..helpers import MLP, assert_close, mlp_batches, mlp_trainer
 
 WITHOUT_EFFECT: dict[str, Any] = {
-    "allreduce_post_accumulation": True,
     "attn_dropout_recompute": True,
     "deepspeed_zero_stage": 1,
     "enable_adasum": True,
