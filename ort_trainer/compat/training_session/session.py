@@ -166,7 +166,9 @@ class TrainerSession:
     @property
     def _described_model(self) -> ir.Model:
         """The model whose metadata the session returns."""
-        model: ir.Model = self._session.graphs(True)[0].model
+        session = self._session
+        step = (session.graphs(True) or session.graphs(False))[0]
+        model: ir.Model = step.model
         return model
 
     @property
