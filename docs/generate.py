@@ -53,8 +53,8 @@ def name_rows(schema: Mapping[str, Any]) -> Iterator[str]:
         meta = rules["meta"]
         refused = f"refused beyond the default, `{rules['default']!r}`"
         if "only_default" in meta:
-            warned = "" if "refused" in meta else ", after `install()` a warning"
-            states[path] = f"{refused}{warned}; {meta['only_default']}"
+            installed = "" if "refused" in meta else f", after `install()` {meta.get('installed', 'a warning')}"
+            states[path] = f"{refused}{installed}; {meta['only_default']}"
         else:
             states[path] = f"works, differs: {meta['differs']}" if meta.get("differs") else "works"
     for spelling, path in [*((path, path) for path in states), *SPELLINGS.items()]:

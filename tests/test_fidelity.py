@@ -9,7 +9,7 @@ from packaging.version import Version
 
 from .fidelity.case import Case
 from .fidelity.catalogue import SECTIONS
-from .fidelity.compare import compare
+from .fidelity.compare import compare, compare_as_onnx
 
 pytestmark = pytest.mark.engine
 
@@ -18,15 +18,24 @@ SINCE = {"Mamba": "5.20", "SegFormer": "5.14", "Wav2Vec2": "5.23"}
 CASES = {case.name: case for cases in SECTIONS.values() for case in cases}
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_twenty_steps(case: Case) -> None:
-    since = SINCE.get(case.name)
+@pytest.fixture(params=CASES.values(), ids=CASES.keys())
+def case(request: pytest.FixtureRequest) -> Case:
+    since = SINCE.get(request.param.name)
     if since is not None and Version(version("transformers")) < Version(since):
         pytest.skip(f"transformers before {since} has another form of this model (docs/versions.md)")
+    return request.param
+
+
+def test_twenty_steps(case: Case) -> None:
     found = compare(case, thorough=False)
     assert found.loss <= 1e-4, found
     assert found.excess <= 1.0, found
     assert found.exports <= case.exports, found
+
+
+@pytest.mark.slow
+def test_two_steps_as_an_onnx_graph(case: Case) -> None:
+    assert compare_as_onnx(case) <= 1e-4
 
 
 def test_names_are_unique() -> None:

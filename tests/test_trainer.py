@@ -125,6 +125,33 @@ def test_a_run_that_fails_changes_nothing() -> None:
     assert trainer.train_step_info.step == 2
 
 
+class OnlyWeights(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scores = nn.Parameter(torch.rand(6, 3, generator=torch.Generator().manual_seed(0)))
+
+    def forward(self) -> torch.Tensor:
+        return self.scores
+
+
+@pytest.mark.parametrize("described", [False, True])
+def test_a_model_whose_only_input_is_the_label(described: bool) -> None:
+    description = {"inputs": [("label", [6])], "outputs": [("loss", [], True), ("scores", [6, 3])]}
+    model, label = OnlyWeights(), torch.tensor([0, 1, 2, 2, 1, 0])
+    scores = model.scores.detach().clone().requires_grad_()
+    trainer = ORTTrainer(
+        model,
+        description if described else "auto",
+        optim.SGDConfig(lr=0.5),
+        loss_fn=F.cross_entropy,
+        options=ORTTrainerOptions({"utils": {"grad_norm_clip": False}}),
+    )
+    for _ in range(2):
+        expected = F.cross_entropy(scores, label)
+        torch.testing.assert_close(trainer.train_step(label)[0], expected.detach())
+        scores.data -= 0.5 * torch.autograd.grad(expected, scores)[0]
+
+
 class NoForwardName(nn.Module):
     def forward(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return a + b

@@ -130,12 +130,11 @@ def _given_batch(loaded: OnnxModel, sample_batch: Any, name: str | None) -> dict
     """Returns the batch for a loss function, whose label can be anything."""
     if isinstance(sample_batch, Mapping):
         return dict(sample_batch)
-    if not isinstance(sample_batch, (tuple, list)) or len(sample_batch) != len(loaded.inputs) + 1:
-        raise ValueError(
-            f"a function as loss needs a batch to determine the label: give sample_batch=({', '.join(loaded.inputs)}, "
-            "label)"
-        )
-    return dict(zip([*loaded.inputs, name or "label"], sample_batch, strict=True))
+    names = [*loaded.inputs, name or "label"]
+    if not isinstance(sample_batch, (tuple, list)) or len(sample_batch) != len(names):
+        needed = f"({', '.join([*loaded.inputs, 'label'])})" if loaded.inputs else "(label,)"
+        raise ValueError(f"a function as loss needs a batch to determine the label: give sample_batch={needed}")
+    return dict(zip(names, sample_batch, strict=True))
 
 
 def _blank_batch(loaded: OnnxModel, prediction: str, loss: str, name: str | None) -> dict[str, torch.Tensor]:

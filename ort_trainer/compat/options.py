@@ -5,6 +5,7 @@ Only here it is decided what old scripts may do that others may not: see :meth:`
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from contextlib import ContextDecorator
 from enum import IntEnum
@@ -41,6 +42,11 @@ _NEW = (
     *(f"debug.{key}" for key in ("check_indices", "max_nonfinite_losses", "verify_every")),
 )
 _LEGACY_OPSET = 14
+# Without effect, but they describe what happens anyway: a script that asks for them gets it.
+_HAPPENS_ANYWAY = re.compile(
+    r"distributed\.allreduce_post_accumulation:|utils\.run_symbolic_shape_infer:"
+    r"|graph_transformer\.propagate_cast_ops_config\.strategy:.*'NONE'"
+)
 _memory_limit = 0
 
 
@@ -128,7 +134,9 @@ class ORTTrainerOptions(ort_trainer.ORTTrainerOptions):
         return result
 
     def _add_spellings(self) -> None:
-        """Makes options readable by the names of legacy's documentation, too, and the strategy equal to its enum."""
+        """Makes options readable as in legacy's documentation: by its names, with its default opset and its enum."""
+        if not self.is_given("_internal_use.onnx_opset_version"):
+            vars(self._internal_use)["onnx_opset_version"] = _LEGACY_OPSET
         casts = vars(self.graph_transformer.propagate_cast_ops_config)
         casts["strategy"] = None if casts["strategy"] is None else _StrategyName(casts["strategy"])
         for other, own in SPELLINGS.items():
@@ -139,8 +147,9 @@ class ORTTrainerOptions(ort_trainer.ORTTrainerOptions):
         return type(self), (self._original_opts,)
 
     def tolerates(self, message: str) -> bool:
-        """Warns, and returns True."""
-        warn(message)
+        """Warns, unless the option asks for what happens anyway, and returns True."""
+        if not _HAPPENS_ANYWAY.match(message):
+            warn(message)
         return True
 
     @property
@@ -154,8 +163,6 @@ class ORTTrainerOptions(ort_trainer.ORTTrainerOptions):
         casts = document["graph_transformer"]["propagate_cast_ops_config"]
         kinds = getattr(engine().capi._pybind_state, "PropagateCastOpsStrategy", PropagateCastOpsStrategy)
         casts["strategy"] = None if casts["strategy"] is None else getattr(kinds, casts["strategy"])
-        if not self.is_given("_internal_use.onnx_opset_version"):
-            document["_internal_use"]["onnx_opset_version"] = _LEGACY_OPSET
         return document  # type: ignore[no-any-return]
 
 

@@ -17,6 +17,7 @@ import ort_trainer
 from ..export.onnx import OnnxModel
 from ..options import ModelDescription, OptionsDict
 from ..train.transaction import outside_inference_mode
+from ..trainer import bare
 from .options import ASSERTED, ORTTrainerOptions, raising
 from .training_session import TrainerSession
 
@@ -66,6 +67,17 @@ class ORTTrainer(ort_trainer.ORTTrainer):
         options: ort_trainer.ORTTrainerOptions | OptionsDict | None = None,
     ) -> None:
         super().__init__(model, model_desc, optim_config, loss_fn, ORTTrainerOptions.of(options))
+
+    def eval_step(self, *args: Any, **kwargs: Any) -> torch.Tensor | Any:
+        """Runs the model in evaluation mode; fetched outputs come in the order of the description, as legacy's did."""
+        fetches = self.train_step_info.fetches
+        outputs = self.loop.evaluate(args, kwargs, fetches)
+        if fetches:
+            order = self.loop.description.output_names
+            outputs = [
+                output for _, output in sorted(zip(fetches, outputs, strict=True), key=lambda x: order.index(x[0]))
+            ]
+        return bare(outputs)
 
     # The exceptions that legacy's documentation lists.
     @raising((RuntimeError, RuntimeWarning), ((TypeError, OSError), ValueError))

@@ -31,6 +31,7 @@ from ..export.torch.outside.notes import Notes
 from ..export.torch.outside.recorder import Pair, Recorder
 from ..export.torch.step_module import canonical_names
 from ..options import ORTTrainerOptions
+from ..options.trainer_options import MINIMUM_OPSET
 from ..step import Step
 from .arguments import (
     Link,
@@ -296,7 +297,7 @@ class CallGraphs:
             modes=watch.modes or {},
             autocast=autocast,
             kernels=self._kernels(device),
-            opset=options._internal_use.onnx_opset_version,
+            opset=max(options._internal_use.onnx_opset_version, MINIMUM_OPSET),
             recompute=recompute_options(options),
             fast_random=options.utils.random_numbers == "fast",
             args=positional,

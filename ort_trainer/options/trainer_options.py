@@ -20,11 +20,12 @@ from .schema import SchemaValidator, beyond_default, flatten_errors, leaves, loa
 from .section import Section, thawed
 from .sections import Options, OptionsDict
 
-__all__ = ["ORTTrainerOptions"]
+__all__ = ["MINIMUM_OPSET", "ORTTrainerOptions"]
 
 _SCHEMA = load_schema("trainer_options")
 _DEFAULTS = {path: rules["default"] for path, rules in leaves(_SCHEMA)}
-_MINIMUM_OPSET = 18
+MINIMUM_OPSET = 18
+"""The oldest operator set that PyTorch exports; options of old scripts may show an older one."""
 
 
 class _SessionOptionsKind(type):
@@ -116,12 +117,12 @@ class ORTTrainerOptions(Options):
             raise ValueError("Invalid options: " + "; ".join(errors))
         document = validator.document
         opset = document["_internal_use"]["onnx_opset_version"]
-        if opset < _MINIMUM_OPSET:
+        if opset < MINIMUM_OPSET:
             warn(
-                f"_internal_use.onnx_opset_version {opset} is older than what PyTorch exports; {_MINIMUM_OPSET} is "
+                f"_internal_use.onnx_opset_version {opset} is older than what PyTorch exports; {MINIMUM_OPSET} is "
                 "used instead"
             )
-            document["_internal_use"]["onnx_opset_version"] = _MINIMUM_OPSET
+            document["_internal_use"]["onnx_opset_version"] = MINIMUM_OPSET
         Section.__init__(self, document)
         vars(self)["_given"] = given
 

@@ -6,6 +6,7 @@ import json
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
+import onnx
 import onnx_ir as ir
 import torch
 
@@ -13,10 +14,13 @@ from ..core.atomic import atomic_path, check_target, explained, sync, temporary_
 from ..core.interrupts import uninterrupted
 from .contract import Step
 
-__all__ = ["WEIGHTS", "save_model", "with_weights"]
+__all__ = ["TYPE", "WEIGHTS", "save_model", "to_proto", "with_weights"]
 
 WEIGHTS = "ort_trainer.weights"
 """Key of the file's metadata that lists which initializers are trained weights, and which are frozen."""
+
+TYPE = "ort_trainer.type"
+"""Key of an output's ``meta`` with an ``onnx.TypeProto`` that onnx_ir has no class for, such as a map."""
 
 # protobuf's limit is 2 GiB; the rest of the model needs some of it.
 _MAXIMUM_PROTOBUF = (1 << 31) - (1 << 27)
@@ -37,7 +41,7 @@ def save_model(model: ir.Model, path: Path, limit: int = _MAXIMUM_PROTOBUF) -> N
     size = sum(value.const_value.nbytes for value in weights if value.const_value is not None)
     if size <= limit:
         with atomic_path(path) as temporary:
-            ir.save(model, temporary)
+            onnx.save(to_proto(model), temporary)
         return
     check_target(path)  # otherwise an error would show only after the data has been moved
     # The model names its data file, so both are written under their final names in a temporary folder. The data is
@@ -51,6 +55,15 @@ def save_model(model: ir.Model, path: Path, limit: int = _MAXIMUM_PROTOBUF) -> N
             for name in (data, path.name):
                 (folder / name).replace(path.with_name(name))
     sync(path.parent)
+
+
+def to_proto(model: ir.Model) -> onnx.ModelProto:
+    """Returns a model as a message, with the types of its outputs that onnx_ir has no class for."""
+    proto = ir.to_proto(model)
+    for value, message in zip(model.graph.outputs, proto.graph.output, strict=True):
+        if TYPE in value.meta:
+            message.type.CopyFrom(value.meta[TYPE])
+    return proto
 
 
 def with_weights(

@@ -793,9 +793,9 @@ class TrainingLoop:
 
     def onnx_model(self, names: Sequence[str]) -> onnx.ModelProto:
         """Returns the model that :meth:`save_onnx` writes."""
-        import onnx_ir as ir
+        from ..step.onnx_file import to_proto
 
-        return ir.to_proto(self._with_weights(names))
+        return to_proto(self._with_weights(names))
 
     def _with_weights(self, names: Sequence[str], for_inference: bool = False) -> ir.Model:
         """Returns the user's own ONNX model, or the evaluation graph with these outputs, with the current weights."""

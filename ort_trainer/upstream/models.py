@@ -326,9 +326,10 @@ def _spec(value: ir.Value, name: str) -> TensorSpec:
 
 def _output(value: ir.Value, sizes: set[int | str]) -> TensorSpec:
     dtype = ir.DataType.FLOAT if value.dtype is None else value.dtype
-    shape = None if value.shape is None else tuple(s if isinstance(s, int) else str(s.value) for s in value.shape)
-    known = shape is not None and all(isinstance(size, int) or size in sizes for size in shape)
-    return TensorSpec(str(value.name), str(dtype.numpy().name), shape if known else None)
+    shape: tuple[int | str, ...] | None = None
+    if value.shape is not None and all(isinstance(size, int) or size.value in sizes for size in value.shape):
+        shape = tuple(size if isinstance(size, int) else f"dim({size.value!r})" for size in value.shape)
+    return TensorSpec(str(value.name), str(dtype.numpy().name), shape)
 
 
 def optimizer_model(data: bytes, name: str, parameters: Mapping[str, Parameter]) -> tuple[ir.Model, OptimizerModel]:

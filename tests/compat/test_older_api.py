@@ -333,9 +333,8 @@ def test_generate_sample() -> None:
     assert older_api.DEFAULT_OPSET_VERSION == 14
 
 
-def test_when_gradients_are_reduced_is_accepted_with_a_warning() -> None:
-    with pytest.warns(UserWarning, match="allreduce_post_accumulation: .*always reduced once per update"):
-        trainer = older(allreduce_post_accumulation=True)
+def test_when_gradients_are_reduced_is_accepted() -> None:
+    trainer = older(allreduce_post_accumulation=True)
     assert trainer.trainer.options.distributed.allreduce_post_accumulation is True
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -111,7 +112,6 @@ def test_options_without_effect_are_kept_with_a_warning(given: dict[str, Any]) -
     ("key", "value", "kept"),
     [
         ("strategy", PropagateCastOpsStrategy.INSERT_AND_REDUCE, "INSERT_AND_REDUCE"),
-        ("strategy", "NONE", "NONE"),
         ("strategy", None, None),
         ("level", -1, -1),
         ("allow", ["Add"], ("Add",)),
@@ -125,6 +125,24 @@ def test_the_propagation_of_casts_is_a_warning(prefix: str, key: str, value: Any
     assert getattr(options.graph_transformer.propagate_cast_ops_config, key) == kept
     with pytest.raises(ValueError, match=message):
         ort_trainer.ORTTrainerOptions(given)
+
+
+def test_what_happens_anyway_is_accepted_silently() -> None:
+    given: dict[str, Any] = {
+        "distributed": {"allreduce_post_accumulation": True},
+        "utils": {"run_symbolic_shape_infer": True},
+        "graph_transformer": {"propagate_cast_ops_config": {"strategy": PropagateCastOpsStrategy.NONE}},
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        options = ORTTrainerOptions(given)
+    assert options.graph_transformer.propagate_cast_ops_config.strategy == PropagateCastOpsStrategy.NONE
+    assert options.distributed.allreduce_post_accumulation and options.utils.run_symbolic_shape_infer
+
+
+def test_the_default_operator_set_is_legacys() -> None:
+    assert ORTTrainerOptions()._internal_use.onnx_opset_version == 14
+    assert ORTTrainerOptions({"_internal_use": {"onnx_opset_version": 19}})._internal_use.onnx_opset_version == 19
 
 
 def test_weights_are_copied_as_they_were() -> None:

@@ -18,7 +18,6 @@ from ort_trainer import TrainingParameters, compat
 from ..helpers import MLP, assert_close, mlp_batches, mlp_trainer
 
 WITHOUT_EFFECT: dict[str, Any] = {
-    "allreduce_post_accumulation": True,
     "attn_dropout_recompute": True,
     "deepspeed_zero_stage": 1,
     "enable_adasum": True,
@@ -58,6 +57,8 @@ def test_a_script_that_asks_for_all_that_has_no_effect_trains(session_class: Any
     with pytest.warns(UserWarning) as caught:
         session = session_class(str(tmp_path / "m.onnx"), parameters)
     texts = [str(warning.message) for warning in caught]
+    with pytest.warns(UserWarning, match="can't fall back to another execution provider"):
+        session.enable_fallback()
     options = {"number_recompute_layers": None, "deepspeed_zero_stage": "deepspeed_zero_optimization.stage"}
     for name in WITHOUT_EFFECT:
         # Layers of an ONNX model are not recomputed, and their number causes no second warning.

@@ -100,18 +100,18 @@ def test_options_without_effect_are_warnings() -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer = old(
-            utils={"run_symbolic_shape_infer": True, "grad_norm_clip": False},
+            utils={"grad_norm_clip": False},
             device={"id": "cpu", "mem_limit": 1 << 30},
             distributed={"enable_adasum": True, "deepspeed_zero_optimization": {"stage": 1}},
             graph_transformer={
-                "propagate_cast_ops_config": {"strategy": "NONE", "level": 2, "allow": ["Add"]},
+                "propagate_cast_ops_config": {"level": 2, "allow": ["Add"]},
                 "attn_dropout_recompute": True,
                 "gelu_recompute": True,
                 "transformer_layer_recompute": True,
                 "number_recompute_layers": 1,
             },
         )
-    at_first = ("strategy", "level", "allow", "run_symbolic_shape_infer", "optimization.stage", "enable_adasum")
+    at_first = ("level", "allow", "optimization.stage", "enable_adasum")
     for entry, option in zip(caught, at_first, strict=True):
         assert option in str(entry.message) and "no effect" in str(entry.message)
     model = MLP()
@@ -131,6 +131,16 @@ def test_two_trainers_begin_with_one_model() -> None:
     losses = [[trainer.train_step(x, y)[0].item() for _ in range(3)] for trainer in (first, second)]
     assert losses[0] == losses[1] and losses[0][2] < losses[0][0]
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_fetches_come_in_the_order_of_fetches_in_training_and_of_the_description_in_evaluation() -> None:
+    trainer = old()
+    trainer.train_step_info.fetches = ["logits", "loss"]
+    x, y = mlp_batches(1)[0]
+    assert [output.dim() for output in trainer.eval_step(x, y)] == [0, 2]
+    assert [output.dim() for output in trainer.train_step(x, y)] == [2, 0]
+    trainer.train_step_info.fetches = ["logits"]
+    assert trainer.eval_step(x).dim() == 2
 
 
 def test_a_description_gets_dtypes() -> None:

@@ -93,6 +93,15 @@ def compare(case: Case, mixed: bool = False, thorough: bool = True) -> Differenc
     return found
 
 
+def compare_as_onnx(case: Case) -> float:
+    """Returns the largest relative difference of the losses of two steps on ONNX Runtime's kernels."""
+    torch.manual_seed(0)
+    model, draw = case.model(), torch.Generator().manual_seed(1)
+    batches = [case.batch(draw, *sizes) for sizes in ((4, 9), (3, 7))]
+    theirs, _ = train_pytorch(case, copy.deepcopy(model), batches)
+    return largest(_train(case, model, batches, kernels="onnxruntime")[0], theirs)
+
+
 def _compare_weights(
     found: Difference, state: dict[str, torch.Tensor], reference: nn.Module, repeats: list[nn.Module]
 ) -> None:
@@ -169,14 +178,15 @@ def describe(batch: Callable[[torch.Generator, int, int], Batch]) -> dict[str, A
 
 
 def _train(
-    case: Case, model: nn.Module, batches: list[Batch], mixed: bool = False
+    case: Case, model: nn.Module, batches: list[Batch], mixed: bool = False, kernels: str = "auto"
 ) -> tuple[list[float], ORTTrainer, float]:
     # A fixed scale, as in PyTorch's run: a dynamic one would skip the first steps.
     scaler = amp.DynamicLossScaler(automatic_update=False, loss_scale=SCALE) if mixed else None
     precision = {"enabled": True, "loss_scaler": scaler} if mixed else {}
     # In full precision, each step is also compared with the same step in PyTorch: gradients and buffers, too.
-    debug = {} if mixed else {"verify_every": 1}
-    options = ORTTrainerOptions({"utils": {"grad_norm_clip": False}, "mixed_precision": precision, "debug": debug})
+    debug = {} if mixed or kernels != "auto" else {"verify_every": 1}
+    utils = {"grad_norm_clip": False, "kernels": kernels}
+    options = ORTTrainerOptions({"utils": utils, "mixed_precision": precision, "debug": debug})
     config = optim.AdamConfig(lr=LEARNING_RATE, lambda_coef=WEIGHT_DECAY)
     trainer = ORTTrainer(model, describe(case.batch), config, loss_fn=case.loss_fn, options=options)
     start = time.perf_counter()

@@ -235,3 +235,36 @@ def test_where_training_runs_on_cuda_pytorchs_kernels_are_refused(monkeypatch: p
     source = torch_model.TorchSource(MLP(), F.cross_entropy, optim.SGDConfig(), options)
     with pytest.raises(ValueError, match="utils.kernels is 'pytorch', but training does not run on the CPU"):
         source.builder(ModelDescription(MLP_DESC))
+
+
+class FlatAndBack(nn.Module):
+    """A flattened size is the stride of a tensor, from which PyTorch reads it; one of them is a quotient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.conv, self.head = nn.Embedding(13, 8), nn.Conv1d(8, 8, 3, stride=2), nn.Linear(8, 3)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(ids)
+        x = (x.reshape(x.shape[0], -1).view(x.shape) ** 2 + 1).sqrt()
+        y = self.conv(x.transpose(1, 2))
+        return self.head((y.reshape(y.shape[0], -1).view(y.shape) ** 2 + 1).sqrt().mean(2))
+
+
+def test_sizes_that_pytorch_reads_from_strides_are_translated() -> None:
+    model = FlatAndBack()
+    ours = ORTTrainer(
+        copy.deepcopy(model),
+        {"inputs": [("ids", ["n", "t"]), ("label", ["n"])], "outputs": [("loss", [], True), ("logits", ["n", 3])]},
+        optim.SGDConfig(lr=0.1),
+        loss_fn=F.cross_entropy,
+        options=ORTTrainerOptions({"utils": {"kernels": "onnxruntime", "grad_norm_clip": False}}),
+    )
+    for count, length in ((4, 9), (3, 7), (1, 5)):
+        ids, label = torch.randint(13, (count, length)), torch.randint(3, (count,))
+        loss = F.cross_entropy(model(ids), label)
+        torch.testing.assert_close(ours.train_step(ids, label)[0], loss.detach())
+        gradients = torch.autograd.grad(loss, list(model.parameters()))
+        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+            parameter.data -= 0.1 * gradient
+    assert len(ours.session.graphs(True)) == 1

@@ -69,6 +69,24 @@ def test_evaluation_and_a_model_for_inference(tmp_path: Path) -> None:
     assert state.parameters["last.weight"].shape == (3, 8)
 
 
+def test_further_outputs_have_the_sizes_of_the_batch(mlp: Path) -> None:
+    """As generate_artifacts adds them with additional_output_names."""
+    for name in ("training", "eval"):
+        proto = onnx.load(mlp / f"{name}_model.onnx")
+        loss = next(node for node in proto.graph.node if node.op_type == "SoftmaxCrossEntropyLoss")
+        axis = proto.graph.input[0].type.tensor_type.shape.dim[0].dim_param
+        logits = onnx.helper.make_tensor_value_info(loss.input[0], onnx.TensorProto.FLOAT, [axis, 4])
+        proto.graph.output.insert(1, logits)
+        onnx.save(proto, mlp / f"{name}_model.onnx")
+    _, module, _ = opened(mlp)
+    inputs, labels = batch("mlp", 0)
+    for count in (len(labels), 3):
+        loss_value, scores = module(inputs[:count], labels[:count])
+        assert scores.shape == (count, 4)
+        chosen = scores[np.arange(count), labels[:count]]
+        assert loss_value == pytest.approx((np.log(np.exp(scores).sum(1)) - chosen).mean(), rel=1e-4)
+
+
 def test_the_learning_rate_and_updates_continue() -> None:
     state, _, optimizer = opened(FOLDER / "transformer", "trained")
     assert state._state.optimization_step == 5

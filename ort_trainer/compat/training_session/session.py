@@ -35,8 +35,9 @@ from .parameters import (
     state_to_begin_with,
 )
 
-__all__ = ["NodeArg", "TrainerSession", "TrainingSession"]
+__all__ = ["ModelMetadata", "NodeArg", "TrainerSession", "TrainingSession"]
 
+_ONNX_NAMES = {"float32": "float", "float64": "double"}
 _ALL_FINITE = "all_gradients_finite"
 _LOSS_SCALES = ("loss_scale", "session_loss_scale", "session_loss_scale_")
 _STEPS = "the trainer's train_step() and eval_step() run it, and trainer.session runs their halves"
@@ -66,29 +67,43 @@ class TrainerSession:
         instead = f": {_ELSEWHERE[name]}" if name in _ELSEWHERE else ""
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{instead}", name=name, obj=self)
 
-    def get_modelmeta(self) -> Any:
-        """Returns the ``onnxruntime.ModelMetadata`` of the training graph."""
-        return self._session.inference_session.get_modelmeta()
+    def get_modelmeta(self) -> ModelMetadata:
+        """Returns what the model says of itself."""
+        model = self._described_model
+        return ModelMetadata(
+            producer_name=model.producer_name or "",
+            graph_name=model.graph.name or "",
+            domain=model.domain or "",
+            description=model.doc_string or "",
+            graph_description=model.graph.doc_string or "",
+            version=model.model_version or 0,
+            custom_metadata_map=dict(model.metadata_props),
+        )
 
     def get_providers(self) -> list[str]:
         """Returns the names of the execution providers, in order."""
         return [name for name, _ in self._session.providers]
 
     def get_provider_options(self) -> dict[str, dict[str, str]]:
-        """Returns the options of the execution providers."""
-        return dict(self._session.inference_session.get_provider_options())
+        """Returns the options of the execution providers; without an ONNX Runtime session, those that were given."""
+        running = self._inference_session
+        if running is not None:
+            return dict(running.get_provider_options())
+        return {name: {key: str(value) for key, value in options.items()} for name, options in self._session.providers}
 
     def get_session_options(self) -> SessionOptions:
         """Returns the ``onnxruntime.SessionOptions`` of the trainer's sessions."""
         return self._session.options
 
     def get_profiling_start_time_ns(self) -> int:
-        """Returns the start time of profiling in nanoseconds."""
-        return int(self._session.inference_session.get_profiling_start_time_ns())
+        """Returns the start time of profiling in nanoseconds; 0 without profiling."""
+        running = self._inference_session
+        return 0 if running is None else int(running.get_profiling_start_time_ns())
 
     def end_profiling(self) -> str:
-        """Ends profiling (``sess_options.enable_profiling``) and returns the name of the result file."""
-        return str(self._session.inference_session.end_profiling())
+        """Ends profiling (``sess_options.enable_profiling``) and returns the name of the file; "" without profiling."""
+        running = self._inference_session
+        return "" if running is None else str(running.end_profiling())
 
     def get_state(self) -> dict[str, np.ndarray[Any, Any]]:
         """Returns trained weights, moments and update counts in one flat dict of copies.
@@ -149,10 +164,39 @@ class TrainerSession:
         return {}
 
     @property
+    def _described_model(self) -> ir.Model:
+        """The model whose metadata the session returns."""
+        session = self._session
+        step = (session.graphs(True) or session.graphs(False))[0]
+        model: ir.Model = step.model
+        return model
+
+    @property
+    def _inference_session(self) -> Any:
+        """The ONNX Runtime session of the first training graph; None if that runs on PyTorch's kernels."""
+        try:
+            return self._session.inference_session
+        except RuntimeError:
+            return None
+
+    @property
     def _session(self) -> Any:
         session = self._trainer.loop.executor
         assert session is not None
         return session
+
+
+@dataclass(frozen=True)
+class ModelMetadata:
+    """What a model says of itself, with the attributes of ``onnxruntime.ModelMetadata``, which can't be made here."""
+
+    producer_name: str
+    graph_name: str
+    domain: str
+    description: str
+    graph_description: str
+    version: int
+    custom_metadata_map: dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -170,9 +214,10 @@ class NodeArg:
     shape: list[int | str | None]
 
 
-def _node_arg(value: ir.Value) -> NodeArg:
-    """Returns the description of a value of an ONNX model."""
+def _node_arg(value: ir.Value, dtype: str = "") -> NodeArg:
+    """Returns the description of a value of an ONNX model, with torch's name of its dtype in runs if that differs."""
     kind = "undefined" if value.dtype is None else value.dtype.name.lower()
+    kind = _ONNX_NAMES.get(dtype, dtype) or kind
     return NodeArg(str(value.name), f"tensor({kind})", list(shape_of(value) or ()))
 
 
@@ -231,6 +276,10 @@ class TrainingSession(TrainerSession):
         self.loss_scale_input_name = self._scale_name if self._feeds_scale else ""
 
     @property
+    def _described_model(self) -> ir.Model:
+        return self._model.file
+
+    @property
     def _feeds_scale(self) -> bool:
         return self._parameters.use_mixed_precision and self._parameters.loss_scale == 0.0
 
@@ -287,7 +336,8 @@ class TrainingSession(TrainerSession):
 
     def get_outputs(self) -> list[NodeArg]:
         """Returns the outputs of a training run: the model's, followed by those that training adds."""
-        found = [_node_arg(value) for value in self._model.model.graph.outputs]
+        dtypes = {spec.name: spec.dtype for spec in self._session.graphs(True)[0].outputs}
+        found = [_node_arg(value, dtypes.get(str(value.name), "")) for value in self._model.model.graph.outputs]
         if self._parameters.use_mixed_precision:
             found.append(NodeArg(_ALL_FINITE, "tensor(bool)", [1]))
         if self._parameters.set_gradients_as_graph_outputs:
@@ -316,19 +366,21 @@ class TrainingSession(TrainerSession):
         """Raises, because a step repeated on another provider would change gradients and buffers twice.
 
         Raises:
-            NotImplementedError: Always.
+            NotImplementedError: Always; after ``install()`` it is a warning.
         """
-        raise NotImplementedError(
+        message = (
             "a training session can't fall back to another execution provider after a failure: choose another one with "
             "set_providers()"
         )
+        if not self._trainer.options.tolerates(message):
+            raise NotImplementedError(message)
 
     def get_optimizer_state(self) -> dict[str, dict[str, Any]]:
         """Returns moments and update counts: weight -> ``Moment_1``, ``Moment_2``, ``Update_Count``."""
         return super().get_optimizer_state() if self._parameters.training_optimizer_name else {}
 
     def is_output_fp32_node(self, output_name: str) -> bool:
-        """Returns whether an output is fp32 even in mixed precision.
+        """Returns whether training runs return an output in fp32 even in mixed precision.
 
         Raises:
             ValueError: If the output is unknown.

@@ -29,6 +29,7 @@ import torch
 
 from .loops import load
 from .operators import LIBRARY, OWN
+from .strides import with_contiguous_tensors
 
 __all__ = ["GETITEM", "LOOPS", "Order", "Program", "find_operator", "may_call"]
 
@@ -113,9 +114,9 @@ def find_operator(target: str) -> Callable[..., Any]:
     library, name, overload = target.split(".")
     if not may_call(library, name):
         raise ValueError(f"{target} is not an operator on tensors of the libraries {_LIBRARIES}")
-    own = OWN.get(target)
-    if own is not None:  # without PyTorch's dispatcher, which takes longer than many of these operators
-        return own
-    found: Callable[..., Any] = getattr(getattr(getattr(torch.ops, library), name), overload)
+    found: Callable[..., Any] | None = OWN.get(target)  # without PyTorch's dispatcher, which takes longer than many
+    if found is None:
+        found = getattr(getattr(getattr(torch.ops, library), name), overload)
+    found = with_contiguous_tensors(f"{library}.{name}", found)
     # It returns what its backward operator needs only while gradients are recorded; it has no argument for that.
     return torch.enable_grad()(found) if target == "aten.mkldnn_rnn_layer.default" else found

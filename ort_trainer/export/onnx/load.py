@@ -7,7 +7,7 @@ import logging
 import os
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,8 @@ import onnx_ir.passes.common as common_passes
 import torch
 
 from ...core.errors import ExportError, shown
-from ...step.onnx_file import WEIGHTS
+from ...step.onnx_file import TYPE, WEIGHTS
+from .classical import name_coefficients, outputs_before_maps, select_features, without_maps
 from .external_data import check_external_data
 from .shapes import fixed_sizes
 from .values import tensor_of
@@ -77,6 +78,8 @@ class OnnxModel:
         file: The model as it came: functions are not inlined. The weights are inputs here as well.
         order: The names of its initializers, in their order.
         frozen: Parameters that the file marks as frozen.
+        coefficients: The parameters that are attributes of nodes in the file, with the position of the node in the
+            graph and the attribute.
     """
 
     model: ir.Model
@@ -86,6 +89,7 @@ class OnnxModel:
     file: ir.Model
     order: tuple[str, ...]
     frozen: frozenset[str] = frozenset()
+    coefficients: Mapping[str, tuple[int, str]] = field(default_factory=dict)
 
     @property
     def outputs(self) -> tuple[str, ...]:
@@ -97,8 +101,9 @@ def load_onnx_model(source: onnx.ModelProto | str | os.PathLike[str] | bytes) ->
     """Returns the forward pass and the weights of an ONNX model.
 
     Weights are all floating-point initializers of at least one dimension, except settings (such as the scales of a
-    Resize) and initializers that torch.onnx made from constants in the code. In a file from ``save_as_onnx``, weights
-    are exactly the former parameters. Running statistics of batch norms are buffers.
+    Resize) and initializers that torch.onnx made from constants in the code, and the coefficients of scikit-learn's
+    linear models. In a file from ``save_as_onnx``, weights are exactly the former parameters. Running statistics of
+    batch norms are buffers. An output that maps classes to probabilities is replaced by the probabilities.
 
     Args:
         source: A model, which is not changed; a path, with or without external data; or a serialized model.
@@ -116,8 +121,12 @@ def load_onnx_model(source: onnx.ModelProto | str | os.PathLike[str] | bytes) ->
 
 def _load(source: onnx.ModelProto | str | os.PathLike[str] | bytes) -> OnnxModel:
     proto, folder = _read(source)
+    proto, types = without_maps(proto)
     file, model = _from_proto(proto, folder), _from_proto(proto, folder)
     order = tuple(file.graph.initializers)
+    coefficients = name_coefficients(model)
+    select_features(model)
+    outputs_before_maps(model.graph)
     ir.passes.Sequential(
         common_passes.InlinePass(lambda function: _is_of_opset(function, model)),
         common_passes.RemoveUnusedFunctionsPass(),  # type: ignore[no-untyped-call]
@@ -143,14 +152,19 @@ def _load(source: onnx.ModelProto | str | os.PathLike[str] | bytes) -> OnnxModel
     names = [*(name for name in graph.initializers if name in weights)]
     names += [name for name in graph.initializers if name in statistics]
     tensors = {name: tensor_of(_const(graph.initializers[name])) for name in names}
+    file = _with_inputs(file, inputs, [name for name in names if name not in coefficients])
+    for value in file.graph.outputs:
+        if value.name in types:
+            value.meta[TYPE] = types[value.name]
     return OnnxModel(
         fixed_sizes(_with_inputs(model, inputs, names)),
         inputs,
         {name: tensor for name, tensor in tensors.items() if name in weights},
         {name: tensor for name, tensor in tensors.items() if name in statistics},
-        _with_inputs(file, inputs, names),
+        file,
         order,
         frozenset(frozen),
+        {name: place for name, place in coefficients.items() if name in weights},
     )
 
 

@@ -47,13 +47,26 @@ def with_weights(
         graph.register_initializer(value)
     for name in loaded.order:
         graph.initializers[name] = graph.initializers.pop(name)
+    for name, (index, attribute) in loaded.coefficients.items():
+        graph[index].attributes[attribute] = ir.AttrFloat32s(attribute, values[name].flatten().tolist())
     if outputs is None:
         return model
+    _add_outputs(graph, [value for value in loaded.model.graph.outputs if value.name in outputs])
     model = prune(model, outputs)
     graph = model.graph
     for node in [*graph.all_nodes(), *(node for function in model.functions.values() for node in function.all_nodes())]:
         _to_inference_form(node)
     return RemoveUnusedPass()(model).model
+
+
+def _add_outputs(graph: ir.Graph, described: Sequence[ir.Value]) -> None:
+    """Makes values outputs that are inputs of a map in the file."""
+    values = ir.convenience.create_value_mapping(graph)
+    for output in described:
+        value = values[str(output.name)]
+        if not value.is_graph_output():
+            value.type, value.shape = output.type, output.shape
+            graph.outputs.append(value)
 
 
 def _to_inference_form(node: ir.Node) -> None:

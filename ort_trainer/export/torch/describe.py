@@ -23,6 +23,7 @@ from .step_module import (
     label_parameters,
     labels_beside_any_name,
     named_outputs,
+    required_inputs,
     signature_of_loss,
     takes_label,
     unset_labels,
@@ -126,7 +127,7 @@ def describe(
         ValueError: If it is unclear which output is the loss.
         ExportError: If the model returns no tensors.
     """
-    if loss_fn is not None and len(batch) < 2 and takes_label(loss_fn, parameters):
+    if loss_fn is not None and len(batch) < 2 and takes_label(loss_fn, parameters) and required_inputs(model):
         raise TypeError(
             "with a loss_fn a batch needs the inputs of forward() and a label, but "
             + (_to_convert(layouts) or f"only {len(batch)} value was given")

@@ -29,6 +29,8 @@ from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._guards import TracingContext, tracing
 from torch.fx import traceback as fx_traceback
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils._sympy.interp import sympy_interp
+from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 from ...core.errors import ExportError
 from ...core.indices import IndexRange
@@ -135,6 +137,31 @@ class FlatGraph:
             if better:
                 node.args = better[0]
 
+    def read_no_strides(self) -> None:
+        """Computes strides and offsets of tensors, which ONNX lacks, from the sizes of batch inputs.
+
+        AOTAutograd reads a size from a stride where both are the same expression: in ``x.reshape(b, -1)``.
+        """
+        places = {size: (node, axis) for size, node, axis in reversed([*_sizes_of(self.batch)])}
+        graph = self.module.graph
+        start = next(node for node in graph.nodes if node.op != "placeholder")
+        for target in (aten.sym_stride.int, aten.sym_storage_offset.default):
+            for node in graph.find_nodes(op="call_function", target=target):
+                expression = node.meta["val"].node.expr
+                if not expression.free_symbols <= set(places):
+                    continue
+                last = start.prev
+                with graph.inserting_before(start):
+                    sizes = {
+                        symbol: torch.fx.Proxy(graph.call_function(aten.sym_size.int, places[symbol]))
+                        for symbol in expression.free_symbols
+                    }
+                    value = sympy_interp(PythonReferenceAnalysis, sizes, expression).node
+                while (last := last.next) is not start:
+                    last.meta["val"] = last.target(*torch.fx.map_arg(last.args, lambda made: made.meta["val"]))
+                node.replace_all_uses_with(value)
+                graph.erase_node(node)
+
     def _reads(self) -> Iterator[tuple[sympy.Expr, torch.fx.Node]]:
         for node in self.module.graph.find_nodes(op="call_function", target=aten.sym_size.int):
             size = node.meta["val"]
@@ -217,6 +244,8 @@ def differentiate(
     _refuse_captured_parameters(result.constants.values(), module.model)
     _carry(result, outside)
     result.left = module.recorder.leftovers.tensors if module.leaves else 0
+    if not for_kernels:
+        result.read_no_strides()
     return result
 
 

@@ -15,6 +15,7 @@ from ...engine.ownership import shared_groups
 from ...optim import OptimizerConfig
 from ...optim.torch_optimizer import TorchOptimizerConfig
 from ...options import ModelDescription, ORTTrainerOptions
+from ...options.trainer_options import MINIMUM_OPSET
 from ..model_source import Builder, Layouts, Memory, ModelSource, Named, autocast_dtype, check_names
 from ..nested import Layout
 from .borrow import BORROWED
@@ -213,7 +214,7 @@ class TorchSource(ModelSource):
             trainable=self._guard.trainable,
             modes=self._guard.modes,
             autocast=autocast_dtype(self._options),
-            opset=internal.onnx_opset_version,
+            opset=max(internal.onnx_opset_version, MINIMUM_OPSET),
             simplified=internal.enable_internal_postprocess,
             recompute=recompute_options(self._options),
             kernels="onnxruntime" if portable else self._kernels(),

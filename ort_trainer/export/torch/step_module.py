@@ -35,6 +35,7 @@ __all__ = [
     "label_parameters",
     "labels_beside_any_name",
     "named_outputs",
+    "required_inputs",
     "signature_of_loss",
     "takes_label",
     "unset_labels",
@@ -173,6 +174,7 @@ def check_signature(
     taken = signature_of(model.forward).parameters.values()
     keywords = [p.name for p in taken if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     anything = any(p.kind == p.VAR_KEYWORD for p in taken)
+    required = required_inputs(model)
     labels: tuple[str, ...] = ()
     if loss_fn is not None:
         needs_label = takes_label(loss_fn, parameters or ())
@@ -202,7 +204,7 @@ def check_signature(
                     f"loss_fn has its own trainable parameters, {extra}, but only the model is trained: make the "
                     "loss a part of the model, or set their requires_grad to False"
                 )
-        if needs_label and len(names) < 2:
+        if needs_label and len(names) < 2 and (required or anything):
             raise ValueError(
                 f"with a loss_fn the last input is its label, so model_desc needs at least two inputs; it has {names}. "
                 "(A loss_fn without a label takes only the prediction, and loss parameters as keyword-only arguments)"
@@ -224,11 +226,16 @@ def check_signature(
                 else "only the label, last, may have any name"
             )
         )
-    required = [p.name for p in taken if p.default is p.empty and p.name in keywords]
     absent = [name for name in required if name not in names]
     if absent:
         raise ValueError(f"forward() of {type(model).__name__} requires {absent}, which the inputs of model_desc lack")
     return labels
+
+
+def required_inputs(model: nn.Module) -> list[str]:
+    """Returns the arguments without which ``forward`` can't be called; none if a model has only its weights."""
+    taken = signature_of(model.forward).parameters.values()
+    return [p.name for p in taken if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.default is p.empty]
 
 
 def signature_of_loss(loss_fn: LossFunction) -> inspect.Signature | None:

@@ -250,6 +250,26 @@ def test_what_the_session_tells(path: Path, tmp_path: Path) -> None:
     }
 
 
+def test_what_a_session_with_default_arguments_tells(path: Path) -> None:
+    session = TrainingSession(path, parameters())
+    metadata = session.get_modelmeta()
+    proto = onnx.load(path)
+    assert (metadata.graph_name, metadata.producer_name) == (proto.graph.name, proto.producer_name)
+    assert metadata.custom_metadata_map == {entry.key: entry.value for entry in proto.metadata_props}
+    assert session.get_provider_options() == {"CPUExecutionProvider": {}}
+    assert session.get_profiling_start_time_ns() == 0 and session.end_profiling() == ""
+
+
+def test_outputs_have_the_types_that_a_run_returns(path: Path) -> None:
+    session = TrainingSession(path, parameters(use_mixed_precision=True, loss_scale=1.0))
+    x, y = mlp_batches(1)[0]
+    described = session.get_outputs()
+    for entry, value in zip(described, session.run(None, feed(x, y, **{RATE: 0.1})), strict=True):
+        assert entry.type.replace("float)", "float32)") == f"tensor({value.dtype})"
+        assert session.is_output_fp32_node(entry.name) == (value.dtype == np.float32)
+    assert [entry.type for entry in described[:2]] == ["tensor(float)", "tensor(float16)"]
+
+
 def test_a_partial_run_never_updates(path: Path) -> None:
     session = TrainingSession(path, parameters())
     before = session.get_state()["fc1.weight"]
