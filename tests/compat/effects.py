@@ -135,11 +135,18 @@ def infinite_loss(options: dict[str, Any], _: Path) -> int:
     return trainer.train_step_info.step
 
 
-def late_hook(options: dict[str, Any], _: Path) -> int:
-    """Returns how many steps are counted when the model has got a hook that its graph lacks."""
-    model = MLP()
+class GainedMLP(MLP):
+    """Reads an attribute of a tensor, which is not watched."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * getattr(self.fc1.weight, "gain", 1.0)
+
+
+def unwatched_setting(options: dict[str, Any], _: Path) -> int:
+    """Returns how many steps are counted when a setting has changed that its graph lacks."""
+    model = GainedMLP()
     trainer = trainer_after(options, 1, model)
-    model.fc1.weight.register_hook(lambda gradient: gradient * 2)
+    model.fc1.weight.gain = 2.0
     with contextlib.suppress(VerificationError):
         trainer.train_step(*mlp_batches(1)[0])
     return trainer.train_step_info.step
@@ -321,7 +328,7 @@ OPTIONS: dict[str, Effect] = {
     "debug.check_model_export": Effect(True, checked),
     "debug.check_indices": Effect(False, wrong_label, ON_SESSIONS),
     "debug.max_nonfinite_losses": Effect(1, infinite_loss),
-    "debug.verify_every": Effect(1, late_hook),
+    "debug.verify_every": Effect(1, unwatched_setting),
     **{
         f"debug.graph_save_paths.model_{key}_path": Effect(InFolder(), written)
         for key in (
