@@ -92,6 +92,7 @@ class _Fit:
 
     Attributes:
         position: The position in the data; callbacks see it in ``state``.
+        prepared: Shapes of batches for which there is a graph.
     """
 
     trainer: Trainer
@@ -105,6 +106,7 @@ class _Fit:
     consensus: _Consensus
 
     def __post_init__(self) -> None:
+        self.prepared: set[tuple[Any, ...]] = set()
         self.position = self.state.position = Position(self.train_loader)
         self.state.checkpoint = self.checkpoint
 
@@ -179,7 +181,10 @@ class _Fit:
         trainer, state = self.trainer, self.state
         batch = _moved(batch, self.device)
         self.call("on_train_batch_start")
-        trainer.prepare(_inputs(batch, trainer))  # outside uninterrupted(), because an export may take long
+        shapes = tuple(entry.shape for entry in _arrays(batch))
+        if shapes not in self.prepared:  # an export, which takes long, belongs outside uninterrupted()
+            trainer.prepare(_inputs(batch, trainer))
+            self.prepared.add(shapes)
         _loss_place(trainer)
         if len(self.metrics):
             self.label_name()
@@ -473,15 +478,15 @@ def _moved(value: Any, device: torch.device) -> Any:
     return value
 
 
+def _arrays(batch: Any) -> Iterator[Any]:
+    """Yields the tensors and arrays in a batch."""
+    if hasattr(batch, "shape"):
+        yield batch
+    elif isinstance(batch, (Mapping, list, tuple)):
+        for entry in batch.values() if isinstance(batch, Mapping) else batch:
+            yield from _arrays(entry)
+
+
 def _samples(batch: Any) -> int:
-    """Returns the number of samples: the first dimension of the first tensor."""
-    entries = [batch]
-    while entries:
-        entry = entries.pop(0)
-        if getattr(entry, "shape", None):
-            return int(entry.shape[0])
-        if isinstance(entry, Mapping):
-            entries = [*entry.values(), *entries]
-        elif isinstance(entry, (list, tuple)):
-            entries = [*entry, *entries]
-    return 1
+    """Returns the number of samples: the first dimension of the first tensor that has one."""
+    return next((int(entry.shape[0]) for entry in _arrays(batch) if entry.shape), 1)
