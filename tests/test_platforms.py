@@ -26,7 +26,9 @@ for name in ("SIGALRM", "SIGCHLD", "SIGHUP", "SIGKILL", "SIGUSR1", "SIGUSR2", "p
     delattr(signal, name)
     delattr(_signal, name)
 torch._C._has_mkldnn = False
-torch.ops.mkldnn._linear_pointwise = torch.ops.aten.mkldnn_rnn_layer = types.SimpleNamespace(op_overloads=list)
+torch.ops.mkldnn._linear_pointwise = torch.ops.aten.mkldnn_rnn_layer = types.SimpleNamespace(
+    op_overloads=list, default=torch.ops.aten.mkldnn_rnn_layer.default
+)  # which PyTorch's C++ code calls here
 sys.platform = "win32"
 
 import ort_trainer

@@ -40,7 +40,7 @@ def test_as_one_process() -> None:
         for name in (key for key in alone if key.startswith(("history.", "weight."))):
             np.testing.assert_allclose(row[name], alone[name], rtol=1e-6, atol=1e-7, err_msg=name)
         assert row["status"] == "completed" and row["lines"] == alone["lines"] == 10 and row["last"]
-    assert "3 of 3 epochs" in str(found[0]["shown"]) and not str(found[1]["shown"])
+    assert "epoch 3/3  done" in str(found[0]["shown"]) and not str(found[1]["shown"])
 
 
 def test_different_numbers_of_batches() -> None:
