@@ -22,6 +22,9 @@ class Condition:
         self._objects: dict[str, Any] = {"MISSING": MISSING, **names}
         self._names: dict[int, str] = {}
         self._of_classes: dict[type, Mapping[str, Any]] = {}
+        # Of each kind of term that there are hundreds of, one call asks for all.
+        self._empty: list[Mapping[str, Any]] = []
+        self._typed: dict[int, Any] = {}
 
     def attributes_of(self, kind: type) -> str:
         """Returns a name for the attributes of a class, always the same one."""
@@ -39,15 +42,27 @@ class Condition:
         """Adds a term, which may contain names of objects."""
         self._terms[term] = None
 
+    def has_type(self, value: Any) -> None:
+        """Adds that an object is of the class of which it is now: it can be given another one."""
+        self._typed[id(value)] = value
+
     def has_entries(self, values: Mapping[str, Any]) -> None:
         """Adds that a mapping has the entries that it has now, and no others."""
+        if not values:
+            self._empty.append(values)
+            return
         mapping = self.name(values)
-        self.add(f"len({mapping}) == {len(values)}" if values else f"not {mapping}")
+        self.add(f"len({mapping}) == {len(values)}")
         for key, value in values.items():
             self.add(f"{mapping}[{key!r}] is {self.name(value)}")
 
     def function(self) -> Callable[[], bool]:
         """Returns the condition as a function. What it names may be gone, then it raises an error."""
+        if self._empty:
+            self.add(f"not any({self.name(self._empty)})")
+        if self._typed:
+            objects = list(self._typed.values())
+            self.add(f"list(map(type, {self.name(objects)})) == {self.name(list(map(type, objects)))}")
         code = f"def holds():\n    return {' and '.join(self._terms) or 'True'}"
         exec(compile(code, "<guard>", "exec"), self._objects)  # a loop over the terms would take several times as long
         function: Callable[[], bool] = self._objects["holds"]

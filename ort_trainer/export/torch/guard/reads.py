@@ -264,7 +264,7 @@ def _add_place(condition: Condition, owner: Any, step: Step) -> None:
     elif kind == "class":
         base = next((base for base in type(owner).__mro__ if key in vars(base)), type(owner))
         where = f"{condition.attributes_of(base)}[{key!r}]"
-        condition.add(f"type({name(owner)}) is {name(type(owner))}")  # an object can be given another class
+        condition.has_type(owner)
     elif kind == "cell" and value is not MISSING:
         where = f"{name(owner.__closure__[key])}.cell_contents"
     elif kind in ("item", "key") and value is not MISSING:
