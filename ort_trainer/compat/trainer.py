@@ -17,7 +17,6 @@ import ort_trainer
 from ..export.onnx import OnnxModel
 from ..options import ModelDescription, OptionsDict
 from ..train.transaction import outside_inference_mode
-from ..trainer import bare
 from .options import ASSERTED, ORTTrainerOptions, raising
 from .training_session import TrainerSession
 
@@ -70,14 +69,11 @@ class ORTTrainer(ort_trainer.ORTTrainer):
 
     def eval_step(self, *args: Any, **kwargs: Any) -> torch.Tensor | Any:
         """Runs the model in evaluation mode; fetched outputs come in the order of the description, as legacy's did."""
-        fetches = self.train_step_info.fetches
-        outputs = self.loop.evaluate(args, kwargs, fetches)
-        if fetches:
-            order = self.loop.description.output_names
-            outputs = [
-                output for _, output in sorted(zip(fetches, outputs, strict=True), key=lambda x: order.index(x[0]))
-            ]
-        return bare(outputs)
+        outputs, fetches = super().eval_step(*args, **kwargs), self.train_step_info.fetches
+        if len(fetches) < 2:
+            return outputs
+        by_name = dict(zip(fetches, outputs, strict=True))
+        return [by_name[name] for name in self.loop.description.output_names if name in by_name]
 
     # The exceptions that legacy's documentation lists.
     @raising((RuntimeError, RuntimeWarning), ((TypeError, OSError), ValueError))

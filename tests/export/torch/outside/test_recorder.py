@@ -22,6 +22,7 @@ from torch.nn.utils.parametrizations import spectral_norm
 from ort_trainer import ExportError, ORTModule, ORTTrainer, ORTTrainerOptions, optim
 
 from ....helpers import assert_close
+from .programs import in_a_loop
 
 X, Y = torch.randn(4, 6), torch.randint(3, (4,))
 
@@ -229,12 +230,9 @@ def _told_by_size(net: Any, h: torch.Tensor) -> torch.Tensor:
 def test_sizes_as_keys_and_texts(function: Any) -> None:
     model, reference = (Net(function, cache={}, last="") for _ in range(2))
     reference.load_state_dict(model.state_dict())
-    trainer, optimizer = trainer_of(model), torch.optim.SGD(reference.parameters(), lr=0.1)
+    trainer, step_of_pytorch = trainer_of(model), in_a_loop(reference)
     for rows in (4, 3, 4):
-        loss = F.cross_entropy(reference(X[:rows]), Y[:rows])
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+        loss = step_of_pytorch(X[:rows], Y[:rows])
         assert float(trainer.train_step(X[:rows], Y[:rows])[0]) == pytest.approx(loss.item(), rel=1e-5)
         assert model.last == reference.last
     assert list(model.cache) == list(reference.cache)
@@ -345,15 +343,12 @@ class Focal(nn.Module):
 def test_exponents_and_bounds_become_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
     model, reference = Focal(), Focal()
     reference.load_state_dict(model.state_dict())
-    trainer, optimizer = trainer_of(model), torch.optim.SGD(reference.parameters(), lr=0.1)
+    trainer, step_of_pytorch = trainer_of(model), in_a_loop(reference)
     for step in range(5):
         monkeypatch.setitem(globals(), "step", step)  # no variable of forward, but an attribute there has its name
         model.gamma = reference.gamma = 2.0 - 0.3 * step
         model.step = reference.step = 0.1 * step
-        loss = F.cross_entropy(reference(X), Y)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+        loss = step_of_pytorch(X, Y)
         assert float(trainer.train_step(X, Y)[0]) == pytest.approx(loss.item(), rel=1e-5)
     assert len(trainer.session.graphs(True)) == 2
 
@@ -407,15 +402,12 @@ def _toggles(net: Any, h: torch.Tensor) -> torch.Tensor:
 def test_a_setting_that_the_first_step_makes(function: Any, graphs: int) -> None:
     model, reference = Net(function, kind=None), Net(function, kind=None)
     reference.load_state_dict(model.state_dict())
-    trainer, optimizer = trainer_of(model), torch.optim.SGD(reference.parameters(), lr=0.1)
+    trainer, step_of_pytorch = trainer_of(model), in_a_loop(reference)
     for step in range(5):
         if step == 3:  # back to the state of the first step
             assert len(trainer.session.graphs(True)) == graphs
             model.kind = reference.kind = None
-        loss = F.cross_entropy(reference(X), Y)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+        loss = step_of_pytorch(X, Y)
         assert float(trainer.train_step(X, Y)[0]) == pytest.approx(loss.item(), rel=1e-5)
         assert model.kind == reference.kind
     assert len(trainer.session.graphs(True)) == graphs
@@ -473,12 +465,9 @@ def _asks_whether_they_are_one(net: Any, h: torch.Tensor) -> torch.Tensor:
 def test_tensors_that_are_one_in_the_first_step(function: Any, graphs: int) -> None:
     model, reference = (Net(function, queue=deque([torch.zeros(3)] * 3, maxlen=3)) for _ in range(2))
     reference.load_state_dict(model.state_dict())
-    trainer, optimizer = trainer_of(model), torch.optim.SGD(reference.parameters(), lr=0.1)
+    trainer, step_of_pytorch = trainer_of(model), in_a_loop(reference)
     for _ in range(5):
-        loss = F.cross_entropy(reference(X), Y)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+        loss = step_of_pytorch(X, Y)
         assert float(trainer.train_step(X, Y)[0]) == pytest.approx(loss.item(), rel=1e-5)
     for ours, theirs in zip(model.queue, reference.queue, strict=True):
         assert_close(ours, theirs, 1e-5, "queue")
