@@ -9,7 +9,6 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from ..core.dims import holds, symbols_of
-from ..core.errors import shown
 from ..core.indices import check_indices
 from ..core.interrupts import uninterrupted
 from ..engine.numpy_memory import NumPyMemory, OrtValueMemory
@@ -122,7 +121,11 @@ class StepRunner:
                     raise TypeError(_wrong_dtype(name, found, dtype))
                 values.append(value)
             else:
-                raise TypeError(f"input {name!r} must be a numpy array or an OrtValue, but {shown(value)} was given")
+                kind = type(value).__name__
+                raise TypeError(
+                    f"input {name!r} must be a numpy array or an OrtValue, but a {kind} was given: "
+                    + ("pass tensor.numpy()" if kind == "Tensor" else f"pass np.array(..., dtype=np.{dtype})")
+                )
         return values
 
     def _listed(self) -> str:

@@ -303,8 +303,14 @@ def _position(kept: Mapping[str, Any], place: Mapping[str, Any]) -> dict[str, An
 
 
 def _check_loader(name: str, loader: Any, epochs: int) -> None:
-    if isinstance(loader, (str, bytes, Mapping, torch.Tensor)) or not isinstance(loader, Iterable):
-        raise TypeError(f"{name} must yield batches, as a DataLoader or a list does, but {shown(loader)} was given")
+    is_batch = isinstance(loader, (Mapping, torch.Tensor)) or (
+        isinstance(loader, tuple) and all(isinstance(part, torch.Tensor) for part in loader)
+    )
+    if is_batch or isinstance(loader, (str, bytes)) or not isinstance(loader, Iterable):
+        hint = ": for tensors, DataLoader(TensorDataset(x, y), batch_size=32) does" if is_batch else ""
+        raise TypeError(
+            f"{name} must yield batches, as a DataLoader or a list does, but {shown(loader)} was given{hint}"
+        )
     if isinstance(loader, Iterator) and epochs > 1:
         raise TypeError(f"{name} is an iterator, usable for one epoch only, but epochs is {epochs}: {_ONCE}")
 

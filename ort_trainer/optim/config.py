@@ -190,7 +190,10 @@ class OptimizerConfig:
 
     def _checked_groups(self, groups: Any) -> list[dict[str, Any]]:
         if isinstance(groups, (str, Mapping)) or not isinstance(groups, Sequence):
-            raise TypeError(f"'params' must be a list of parameter groups (dicts), but {shown(groups)} was given")
+            raise TypeError(
+                f"'params' must be a list of parameter groups (dicts), but {shown(groups)} was given: leave it out "
+                f"to train all parameters, as in {type(self).__name__}(lr=1e-3)"
+            )
         checked = []
         owner: dict[str, int] = {}
         for index, group in enumerate(groups):

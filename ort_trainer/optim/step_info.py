@@ -36,6 +36,9 @@ class TrainStepInfo:
             update.
     """
 
+    # A misspelled attribute is an error.
+    __slots__ = ("_fetches", "_norm", "_rates", "all_finite", "optimization_step", "optimizer_config", "step")
+
     def __init__(
         self,
         optimizer_config: OptimizerConfig,

@@ -14,6 +14,12 @@ from .section import FrozenList
 __all__ = ["InputDescription", "ModelDescription", "OutputDescription"]
 
 
+_EXAMPLE = (
+    "an example is {'inputs': [('x', ['batch', 784]), ('label', ['batch'])], "
+    "'outputs': [('loss', [], True), ('logits', ['batch', 10])]}"
+)
+
+
 class _Entry:
     """Makes a description work like the tuple that users write: indexed or unpacked."""
 
@@ -107,13 +113,14 @@ class ModelDescription:
     def __init__(self, model_desc: Mapping[str, Any], inferred: bool = False, corrected: bool = False) -> None:
         if not isinstance(model_desc, Mapping):
             raise TypeError(
-                f"model_desc must be a dict with 'inputs' and 'outputs', but a {type(model_desc).__name__} was given"
+                "model_desc must be a dict with 'inputs' and 'outputs', or 'auto', which derives it from the first "
+                f"batch, but a {type(model_desc).__name__} was given: {_EXAMPLE}"
             )
         validator = _DescriptionValidator(load_schema("model_desc"))
         if not validator.validate(dict(model_desc)):
             found = flatten_errors(validator.errors)
             errors = "; ".join(f"{'.'.join(map(str, path))}: {message}" for path, message in found)
-            raise ValueError(f"Invalid model_desc: {errors}")
+            raise ValueError(f"Invalid model_desc: {errors}. {_EXAMPLE[0].upper()}{_EXAMPLE[1:]}")
         self.inputs = tuple(InputDescription(name, FrozenList(shape)) for name, shape in model_desc["inputs"])
         self.outputs = tuple(
             OutputDescription(e[0], FrozenList(e[1]), len(e) == 3 and e[2]) for e in model_desc["outputs"]

@@ -162,7 +162,10 @@ class _Reader:
         """Reads all parts."""
         given, found = self.given, self.found
         self._compare_top()
-        _refuse_nothing(given, (*_LEGACY_KEYS, *_NEW_KEYS), "state_dict")
+        keys = (*_LEGACY_KEYS, *_NEW_KEYS)
+        names = {*keys, *self.contents.tensors}
+        inner = next((key for key, value in given.items() if isinstance(value, Mapping) and names & set(value)), "")
+        _refuse_nothing(given, keys, "state_dict", f": pass its entry {inner!r}" if inner else "")
         self._read_weights()
         if "optimizer" in given:
             self._read_optimizer()
@@ -368,13 +371,13 @@ def _mapping(parent: Mapping[str, Any], key: str, where: str) -> Mapping[str, An
     return value
 
 
-def _refuse_nothing(found: Iterable[str], expected: Iterable[str], where: str) -> None:
+def _refuse_nothing(found: Iterable[str], expected: Iterable[str], where: str, advice: str = "") -> None:
     """Raises RuntimeError if no name is known, so that nothing would be restored; an empty part is fine."""
     found, expected = list(found), list(expected)
     if found and expected and not set(found) & set(expected):
         raise RuntimeError(
             f"{where} has no name in common with the trainer, so nothing would be restored: it has {shown(found)}, "
-            f"but the trainer has {shown(expected)}"
+            f"but the trainer has {shown(expected)}{advice}"
         )
 
 

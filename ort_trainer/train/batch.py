@@ -13,14 +13,14 @@ from ..engine.torch_memory import readable
 from ..export.nested import Layout, argument_of, default_layout, flatten
 from ..options import InputDescription, ModelDescription
 
-__all__ = ["Batch", "NoTensorError", "check_batch", "read_batch", "to_tensor", "unpack"]
+__all__ = ["Batch", "InputTypeError", "check_batch", "read_batch", "to_tensor", "unpack"]
 
 
 _MASKED = "input {!r} is a masked array, whose mask would be lost: call filled(), and pass the mask as another input"
 
 
-class NoTensorError(TypeError):
-    """An input is neither a tensor nor an array."""
+class InputTypeError(TypeError):
+    """An input is not a tensor, or has the wrong dtype, whatever the description says."""
 
 
 class Batch(dict[str, torch.Tensor]):
@@ -109,7 +109,8 @@ def read_batch(
     if len(given) < len(names):
         missing = [name for name in names if name not in given and name not in optional]
         if missing:
-            raise TypeError(f"inputs {missing} are missing: the model description has {list(names)}")
+            hint = "; trainer.predict() needs no label" if missing == list(names[-1:]) else ""
+            raise TypeError(f"inputs {missing} are missing: the model description has {list(names)}{hint}")
     batch = Batch()
     for name in names:
         if name in given:
@@ -174,13 +175,13 @@ def to_tensor(name: str, value: Any) -> torch.Tensor:
     return readable(name, value.detach().contiguous())
 
 
-def _no_tensor(name: str, value: Any) -> NoTensorError:
+def _no_tensor(name: str, value: Any) -> InputTypeError:
     what = shown(value)
     if isinstance(value, (list, tuple)):  # shown, it would hide the advice
         function = "stack" if any(isinstance(entry, torch.Tensor) for entry in value) else "tensor"
         what = f"make a tensor of it, torch.{function}(...)"
     kind = type(value).__name__
-    return NoTensorError(f"input {name!r} must be a torch.Tensor or a numpy array, but a {kind} was given: {what}")
+    return InputTypeError(f"input {name!r} must be a torch.Tensor or a numpy array, but a {kind} was given: {what}")
 
 
 def check_batch(
@@ -237,7 +238,7 @@ def _check(
                 f"{entry.name!r}, whose shape is {shape}"
             )
     if dtype is not None and value.dtype != dtype:
-        raise TypeError(
+        raise InputTypeError(
             f"input {entry.name!r} has dtype {value.dtype}, but training began with {dtype}: use .to({dtype})"
         )
     if value.device != device:

@@ -19,7 +19,7 @@ from ..export.nested import Layout, argument_of, constants_of, flatten, has_tens
 from ..export.torch.eager import EagerStep
 from ..options import ModelDescription
 from ..step import Step
-from .batch import Batch, NoTensorError, check_batch, read_batch, to_tensor, unpack
+from .batch import Batch, InputTypeError, check_batch, read_batch, to_tensor, unpack
 
 __all__ = ["StepGraphs"]
 
@@ -130,12 +130,9 @@ class StepGraphs:
                 self._fitting.add(kind)
             return batch
         except (TypeError, ValueError) as error:
-            if not self.description.inferred or isinstance(error, NoTensorError):
+            if not self.description.inferred or isinstance(error, InputTypeError):
                 raise
-            raise type(error)(
-                f"{error}. (model_desc='auto' derived the description from the first batch: if batches differ in ways "
-                "that it does not cover, write a description; trainer.predict() needs no label)"
-            ) from error
+            raise type(error)(f"{error} (the first batch gave this description, as model_desc is 'auto')") from error
 
     def started(self, executor: Executor, batch: Batch) -> None:
         """Records the shapes and dtypes of the first batch, for which the executor has a graph."""

@@ -314,6 +314,7 @@ def test_an_interrupt_ends_it_cleanly() -> None:
         ({"epochs": True}, TypeError, "epochs must be an int"),
         ({"train_loader": None}, TypeError, "train_loader must yield batches"),
         ({"train_loader": {"x": 1}}, TypeError, "train_loader must yield batches"),
+        ({"train_loader": (torch.ones(2), torch.ones(2))}, TypeError, "for tensors, DataLoader\\(TensorDataset"),
         ({"train_loader": iter([]), "epochs": 2}, TypeError, "train_loader is an iterator"),
         ({"train_loader": []}, ValueError, "train_loader yielded no batch in epoch 1"),
         ({"eval_loader": 3}, TypeError, "eval_loader must yield batches"),

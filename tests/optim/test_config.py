@@ -85,6 +85,7 @@ def test_numbers_of_all_kinds_are_welcome() -> None:
         (lambda: LambConfig(ratio_min="a"), TypeError, "'ratio_min' must be a number"),
         (lambda: LambConfig(ratio_min=2.0, ratio_max=1.0), ValueError, "'ratio_min' 2.0 is above 'ratio_max' 1.0"),
         (lambda: AdamConfig("weight"), TypeError, "'params' must be a list of parameter groups"),
+        (lambda: AdamConfig(1e-3), TypeError, r"leave it out to train all parameters, as in AdamConfig\(lr=1e-3\)"),
         (lambda: AdamConfig({"params": ["a"]}), TypeError, "'params' must be a list of parameter groups"),
         (lambda: AdamConfig(["a"]), TypeError, "parameter group 0 must be a dict with a 'params' key"),
         (lambda: AdamConfig([{"params": "abc", "alpha": 0.1}]), TypeError, "'params' of group 0 must be a list"),

@@ -38,3 +38,5 @@ def test_assigned_fetches_are_checked(value: object) -> None:
     assert info.fetches == ["loss"]
     info.fetches = None  # type: ignore[assignment]
     assert info.fetches == []
+    with pytest.raises(AttributeError, match="fetchs"):
+        info.fetchs = ["loss"]  # type: ignore[attr-defined]

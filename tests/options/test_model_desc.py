@@ -68,5 +68,5 @@ def test_entries_read_like_the_tuples_that_they_are_written_as() -> None:
 
 
 def test_wrong_type() -> None:
-    with pytest.raises(TypeError, match="model_desc must be a dict"):
+    with pytest.raises(TypeError, match="model_desc must be a dict .* or 'auto', .*: an example is {'inputs'"):
         ModelDescription([])  # type: ignore[arg-type]

@@ -290,6 +290,7 @@ def test_a_state_with_no_name_in_common_is_refused_also_if_not_strict(prepared: 
             weights,
             "state_dict has no name in common with the trainer, so nothing would be restored: it has ['module.fc1",
         ),
+        ({"model_state_dict": trained.state_dict(pytorch_format=True)}, "...]: pass its entry 'model_state_dict'"),
         (nested, "state_dict[model][full_precision] has no name in common with the trainer"),
         ({"model": weights}, "state_dict[model] has no name in common with the trainer"),
         ({"weights": weights, "epoch": {}}, "it has ['weights', 'epoch'], but the trainer has ['model', 'optimizer', "),
