@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from .amp import LossScaler
-from .core.errors import CheckpointError, shown, warn
+from .core.errors import CheckpointError, shown
 from .distributed import launch
 from .export import loss_function
 from .export.torch import LossFunction
@@ -161,7 +161,7 @@ class ORTTrainer:
     @property
     def session(self) -> TwoStepSession | None:
         """Access to single passes and updates, graphs and tensors; None before the first step of a PyTorch model."""
-        return None if self._loop.executor is None else TwoStepSession(self._loop)
+        return TwoStepSession(self._loop) if self._loop.has_begun else None
 
     def prepare(self, sample_batch: Any = None) -> None:
         """Exports the model now instead of in the first step; trains nothing.
@@ -329,11 +329,10 @@ class ORTTrainer:
             path: Path of the file. Weights beyond the size limit of a protobuf file go into ``<path>.data`` beside it.
 
         Raises:
-            RuntimeError: Before the first step.
+            RuntimeError: Before the first step or :meth:`prepare`, when there is no graph yet.
             ValueError: If the path is empty.
             FileNotFoundError: If the folder does not exist.
         """
-        state.check_started(self._loop, "save_as_onnx")
         self._loop.save_onnx(path, self.model_desc.output_names)
 
     @outside_inference_mode
@@ -353,7 +352,6 @@ class ORTTrainer:
             RuntimeError, FileNotFoundError: As :meth:`save_as_onnx`.
         """
         names = self.model_desc.inference_names(output_names)
-        state.check_started(self._loop, "export_for_inference")
         self._loop.save_onnx(path, names, for_inference=True)
 
     def export_artifacts(
@@ -480,8 +478,6 @@ class ORTTrainer:
     def get_parameter(self, name: str) -> torch.Tensor:
         """Returns a copy of a parameter, trained or not, on the CPU. A tied parameter has several names.
 
-        Before the first step, this is its initial value.
-
         Raises:
             ValueError: If the model has no such parameter.
         """
@@ -494,7 +490,6 @@ class ORTTrainer:
         With several processes, all must set the same value, because each changes only its own weights.
 
         Raises:
-            RuntimeError: Before the first step: change the model itself, or call :meth:`prepare` first.
             TypeError, ValueError: If the model has no such parameter, or shape or dtype differ.
         """
         self._loop.set_parameter(name, value)
@@ -539,13 +534,9 @@ class ORTTrainer:
                 An update count is the number of updates plus 1, as in the legacy trainer.
 
         Returns:
-            The state. Before the first step there is none: this warns, and returns the loaded state that waits for the
-            first step (not a copy), or an empty dict. With several processes, all must call it, and each gets the
-            complete state, even with ZeRO; ``random_states`` has the random states of all.
+            The state. With several processes, all must call it, and each gets the complete state, even with ZeRO;
+            ``random_states`` has the random states of all.
         """
-        if self._loop.executor is None:
-            warn(state.NOT_INITIALIZED)
-            return self._loop.pending_dict  # type: ignore[return-value]
         return state.to_pytorch(self._loop) if pytorch_format else state.collect(self._loop)
 
     @outside_inference_mode
@@ -586,13 +577,11 @@ class ORTTrainer:
             overwrite: Whether to replace an existing file.
 
         Raises:
-            RuntimeError: Before the first step.
             FileExistsError: If the path exists and ``overwrite`` is False.
             FileNotFoundError: If the folder does not exist.
             TypeError: If ``user_dict`` holds anything else.
             DistributedError: If another process could not write the file.
         """
-        state.check_started(self._loop, "save_checkpoint")
         user_dict = {} if user_dict is None else user_dict
         state.save(
             self._loop,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import os
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -105,10 +104,8 @@ class ORTTrainer(ort_trainer.ORTTrainer):
         """The model that ``save_as_onnx`` writes, as a new object; None if there is no session."""
         return None if self.session is None else self.loop.onnx_model(self.model_desc.output_names)
 
-    @property
-    def _load_state_dict(self) -> functools.partial[None] | None:
-        """A partial of ``load_state_dict`` with the state that waits for the first step; None if no state waits."""
-        return functools.partial(self.load_state_dict, self.loop.pending_dict) if self.loop.pending_dict else None
+    # A loaded state never waits for the first step, as in legacy.
+    _load_state_dict = None
 
 
 class TrainingSession(ort_trainer.TrainingSession):

@@ -258,17 +258,6 @@ class Memory:
             names: Canonical names of the tensors that have changed.
         """
 
-    def put(self, values: Named) -> Named:
-        """Sets the model's values before :meth:`adopt`, if the trainer will work on the model's tensors.
-
-        Args:
-            values: By canonical name, in the model's shapes and the trainer's dtypes.
-
-        Returns:
-            The values that the model can't take directly, to be copied into the tensors that the trainer works on.
-        """
-        return values
-
     def add_gradients(self, gradients: Named) -> None:
         """Adds gradients to those of the model's parameters, as PyTorch's backward pass does.
 

@@ -160,7 +160,6 @@ class CheckpointManager:
             The path; with ``async_save`` the file exists after :meth:`wait`, the next call, or :meth:`close`.
 
         Raises:
-            RuntimeError: Before the first step.
             FileExistsError: If there are checkpoints of another run.
             OSError: If the file can't be written; earlier checkpoints remain. With ``async_save``, the next call of
                 any method, or :meth:`close`, raises the error.
@@ -174,7 +173,6 @@ class CheckpointManager:
         try:  # _agree() below raises errors of this process in all processes, so that none waits in vain
             _check_position(position)
             place = (position or Position()).state_dict()
-            training_state.check_started(trainer.loop, "save")
             numbers = self._checked_metrics(metrics)
         except (RuntimeError, TypeError, ValueError) as error:
             failure = failure or error

@@ -105,16 +105,3 @@ class State:
             name, _, slot = key.rpartition(".")
             found.setdefault(name, {})[slot] = value
         return found
-
-    def over(self, earlier: State) -> State:
-        """Returns the values of this state, with those that it lacks taken from an earlier one."""
-        last = earlier if self.window is None else self
-        return State(
-            parameters={**earlier.parameters, **self.parameters},
-            buffers={**earlier.buffers, **self.buffers},
-            optimizer={**(earlier.optimizer or {}), **(self.optimizer or {})},
-            gradients=last.gradients,
-            micro_batches=last.micro_batches,
-            window=last.window,
-            random=earlier.random if self.random is None else self.random,
-        )

@@ -119,8 +119,6 @@ class TrainingLoop:
         self._padding = PaddingCheck(mask, self.graphs, tolerance) if mask else None
         self.profiler: Profiler | None = None
         self.holds_gradients = False
-        self._pending: State | None = None
-        self.pending_dict: Mapping[str, Any] = {}
         if self.window.reduction == "weighted" and GRADIENT_WEIGHT in self.graphs.possible_inputs():
             raise ValueError(
                 f"batch.gradient_reduction 'weighted' reserves the argument {GRADIENT_WEIGHT!r} of train_step, but "
@@ -157,6 +155,23 @@ class TrainingLoop:
         return self._executor
 
     @property
+    def has_begun(self) -> bool:
+        """Whether there has been a batch, unless the model needs none to begin."""
+        return self.graphs.has_started or self.source.fixed
+
+    def started(self) -> Executor:
+        """Returns the executor; makes it if there is none yet.
+
+        Raises:
+            RuntimeError: As :attr:`executor`.
+        """
+        if self._executor is None:
+            self._executor = self._make_executor()
+        executor = self.executor
+        assert executor is not None
+        return executor
+
+    @property
     def kernels(self) -> str:
         """Whose kernels compute the training step: ``PyTorch's`` or ``ONNX Runtime's``; empty before the first."""
         graphs = [] if self._executor is None else self._executor.graphs_of_variant(True)
@@ -171,36 +186,9 @@ class TrainingLoop:
         """
         return self.graphs.description
 
-    @property
-    def pending(self) -> State | None:
-        """The loaded state that is applied when training begins; None if there is none."""
-        return self._pending
-
-    def restore(self, state: State, state_dict: Mapping[str, Any]) -> None:
-        """Restores counters, and tensors now or when training begins.
-
-        Args:
-            state: The state, checked.
-            state_dict: As the user gave it.
-        """
-        info = self.info
-        if self._executor is not None:
-            self._put(state, self._executor)
-        else:
-            waiting = state if self._pending is None else state.over(self._pending)
-            values = {**waiting.parameters, **waiting.buffers}
-            rest = self.source.memory.put({name: torch.from_numpy(value) for name, value in values.items()})
-            waiting.parameters = {name: value for name, value in waiting.parameters.items() if name in rest}
-            waiting.buffers = {name: value for name, value in waiting.buffers.items() if name in rest}
-            self._pending, self.pending_dict = waiting, state_dict
-        if state.window is not None:
-            self.window.load_state_dict({"micro_batches": state.micro_batches, **state.window})
-        info.step = info.step if state.step is None else state.step
-        if state.optimization_step is not None:
-            info.optimization_step = state.optimization_step
-
-    def _put(self, state: State, executor: Executor) -> None:
-        """Moves a state into the tensors of an executor and of the optimizer; frees each value after that."""
+    def restore(self, state: State) -> None:
+        """Moves a checked state into the tensors of the executor and of the optimizer; frees each value after that."""
+        executor, info = self.started(), self.info
         optimizer, tensors = self.optimizer, {**executor.parameters, **executor.buffers}
         for values in (state.parameters, state.buffers):
             for name in list(values):
@@ -219,6 +207,11 @@ class TrainingLoop:
         if state.random is not None:
             executor.generator.set_state(torch.from_numpy(state.random))
         self.source.memory.publish({*executor.parameters, *executor.buffers})
+        if state.window is not None:
+            self.window.load_state_dict({"micro_batches": state.micro_batches, **state.window})
+        info.step = info.step if state.step is None else state.step
+        if state.optimization_step is not None:
+            info.optimization_step = state.optimization_step
 
     @outside_inference_mode
     def export(self, sample_batch: Any = None) -> None:
@@ -524,11 +517,6 @@ class TrainingLoop:
             in_window = bool(self.window.micro_batches) or not (alone or self.holds_gradients)
             if not in_window and not self.holds_gradients:
                 return False
-            if self.executor is None and self.pending is not None and alone:
-                raise RuntimeError(
-                    "the loaded accumulation window is applied when training begins: call prepare() before "
-                    "optimizer_step()"
-                )
             if self.config.needs_closure:
                 raise RuntimeError(
                     f"{self.config.name} computes the loss several times in an update: call optimizer.step(closure) "
@@ -544,7 +532,7 @@ class TrainingLoop:
                 return False
             self.config.check()
             rates = self.rates.upcoming(self.info, self.info.step)
-            self.start_executor()
+            self.started()
             meeting = self.strategy.meet(Arrival("step", Share(float(bool(gradients))), rates, gradients))
             return meeting.weight > 0 and self._update(meeting, self.optimizer.parts.of(gradients))
 
@@ -578,7 +566,7 @@ class TrainingLoop:
             kind: As in :class:`Meeting`.
             rates: The learning rates.
         """
-        executor, window, info = self._executor or self.start_executor(), self.window, self.info
+        executor, window, info = self._executor or self.started(), self.window, self.info
         gradients = executor.present_gradients()
         share = window.share() if window.micro_batches else Share(0.0, scale=self.precision.loss_scale)
         meeting = self.strategy.meet(Arrival(kind, share, rates, gradients, executor.changed_buffers, info.step))
@@ -693,36 +681,21 @@ class TrainingLoop:
             self.discard_gradients()
             self.holds_gradients = False
             self.source.memory.drop_gradients()
-            waiting = self._pending
-            if waiting is not None and waiting.window is not None:
-                waiting.gradients = {}
-                self.pending_dict = {**self.pending_dict, "gradients": {}, "window": self.window.state_dict()}
 
     def get_parameter(self, name: str) -> torch.Tensor:
         """Returns a copy of a parameter on the CPU; see ``ORTTrainer.get_parameter``."""
-        canonical = self._canonical(name)
-        if self.executor is not None:
-            return self.executor.parameters[canonical].cpu().clone()
-        waiting = {} if self.pending is None else {**self.pending.parameters, **self.pending.buffers}
-        with BORROWED:
-            value = self.source.parameters[canonical].detach()
-            if canonical in waiting:
-                value = torch.from_numpy(waiting[canonical])
-            return value.to("cpu", owned_dtype(value.dtype), copy=True)
+        return self.started().parameters[self._canonical(name)].cpu().clone()
 
     def set_parameter(self, name: str, value: Any) -> None:
         """Replaces the value of a parameter; see ``ORTTrainer.set_parameter``."""
         canonical = self._canonical(name)
-        current = self._started("set_parameter").parameters[canonical]
+        current = self.started().parameters[canonical]
         current.copy_(_fitting(current, name, value))
         self.source.memory.publish([canonical])
 
     def get_gradient(self, name: str) -> torch.Tensor | None:
         """Returns a copy of a gradient accumulated in the window so far; see ``ORTTrainer.get_gradient``."""
-        canonical = self._canonical(name)
-        executor = self.executor
-        if executor is None:
-            return None
+        canonical, executor = self._canonical(name), self.started()
         if self.window.micro_batches:
             found = executor.present_gradients().get(canonical)
             return None if found is None else found.cpu() / self.window.divisor
@@ -734,7 +707,7 @@ class TrainingLoop:
         canonical = self._canonical(name)
         if canonical not in self.source.trainable:
             raise ValueError(f"{name!r} is not trained, so it has no gradient")
-        executor = self._started("set_gradient")
+        executor = self.started()
         if not self.window.micro_batches:
             raise RuntimeError(
                 "there are no gradients now: call set_gradient() inside an accumulation window, after its first "
@@ -754,14 +727,6 @@ class TrainingLoop:
             names = sorted(own for own, first in canonical.items() if first in parameters)
             raise ValueError(f"{name!r} is not a parameter of the model, which has {names}")
         return canonical[name]
-
-    def _started(self, method: str) -> Executor:
-        if self.executor is None:
-            raise RuntimeError(
-                f"training has not started: call prepare(), train_step() or eval_step() before {method}(), or change "
-                "the model itself"
-            )
-        return self.executor
 
     def evaluate(self, args: Sequence[Any], kwargs: Mapping[str, Any], fetches: Sequence[str]) -> Outputs:
         """Binds arguments to inputs and runs the model in evaluation mode; changes nothing.
@@ -801,7 +766,7 @@ class TrainingLoop:
         """Returns the user's own ONNX model, or the evaluation graph with these outputs, with the current weights."""
         from ..step.onnx_file import with_weights
 
-        executor = self._started("save_as_onnx")
+        executor = self.started()
         own = self.source.own_model({**executor.parameters, **executor.buffers}, names if for_inference else None)
         if own is not None:
             return own
@@ -896,23 +861,10 @@ class TrainingLoop:
             self.graphs.check_export(executor, batch)
         plan = self.graphs.plan(executor, batch, training, names, backward)
         with uninterrupted():
-            self._take_executor(executor)
+            self._executor = executor
             self.graphs.started(executor, batch)
             self.strategy.started({name: str(value.dtype) for name, value in batch.items()})
         return plan
-
-    def start_executor(self) -> Executor:
-        """Returns the executor; makes it if there is none yet."""
-        if self._executor is None:
-            self._take_executor(self._make_executor())
-        assert self._executor is not None
-        return self._executor
-
-    def _take_executor(self, executor: Executor) -> None:
-        waiting, self._pending, self.pending_dict = self._pending, None, {}
-        if waiting is not None:
-            self._put(waiting, executor)
-        self._executor = executor
 
     def _release_shown(self, executor: Executor) -> None:
         """Removes the gradients that the last update used from ``p.grad``, if a new window begins."""

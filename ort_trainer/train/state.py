@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from .loop import TrainingLoop
 
 __all__ = [
-    "NOT_INITIALIZED",
-    "check_started",
     "collect",
     "copied",
     "follow",
@@ -35,20 +33,6 @@ __all__ = [
     "save",
     "to_pytorch",
 ]
-
-NOT_INITIALIZED = (
-    "ONNX Runtime training session is not initialized yet. Please run train_step or eval_step at least once before "
-    "calling ORTTrainer.state_dict()."
-)
-
-
-def check_started(loop: TrainingLoop, method: str) -> None:
-    """Raises a RuntimeError before the first step, when there is nothing to save."""
-    if loop.executor is None:
-        loaded = "" if loop.pending is None else " but the loaded state, which has not changed"
-        raise RuntimeError(
-            f"there is nothing to save yet{loaded}: call prepare(), train_step() or eval_step() before {method}()"
-        )
 
 
 def collect(loop: TrainingLoop) -> dict[str, Any]:
@@ -60,7 +44,7 @@ def save(loop: TrainingLoop, include_optimizer: bool, write: Callable[[State], N
     """Gathers the state of all processes, and writes it in one of them; the others wait until it is done.
 
     Args:
-        loop: A loop with an executor.
+        loop: The loop.
         include_optimizer: Whether to include the optimizer's state and the accumulated gradients.
         write: Writes the state, which has the trainer's own memory; called in one process only.
 
@@ -97,8 +81,7 @@ def follow(loop: TrainingLoop) -> str:
 
 def to_pytorch(loop: TrainingLoop) -> dict[str, torch.Tensor]:
     """Returns copies of all weights and buffers on the CPU, with names and dtypes as in ``model.state_dict()``."""
-    executor, contents = loop.executor, loop.contents
-    assert executor is not None
+    executor, contents = loop.started(), loop.contents
     tensors = {**executor.parameters, **executor.buffers}
     return {
         name: tensors[contents.canonical[name]].detach().to("cpu", like.dtype, copy=True)
@@ -110,7 +93,7 @@ def load(loop: TrainingLoop, given: Callable[[], Mapping[str, Any]], strict: boo
     """Restores what :func:`collect` or :func:`to_pytorch` returned, or a PyTorch model's state dict.
 
     Args:
-        loop: The loop to restore. Before its first step, the state is kept until training begins.
+        loop: The loop to restore.
         given: Returns the state, which must be the same in all processes.
         strict: Whether names must match exactly; if not, only names that both have are restored.
         owned: Whether nothing else uses the state's memory, so that it need not be copied.
@@ -122,7 +105,7 @@ def load(loop: TrainingLoop, given: Callable[[], Mapping[str, Any]], strict: boo
     """
 
     def checked() -> tuple[Mapping[str, Any], State]:
-        loop.executor  # noqa: B018 - raises if the user replaced tensors of the model by unusable ones
+        loop.started()  # raises if the user replaced tensors of the model by unusable ones
         state_dict = given()
         return state_dict, read(state_dict if owned else copied(state_dict), loop.contents, loop.window, strict)
 
@@ -146,7 +129,7 @@ def load(loop: TrainingLoop, given: Callable[[], Mapping[str, Any]], strict: boo
             precision.load_state_dict(own_scale, strict=True)
             rates.load_state_dict(own_rates, strict=True)
             raise
-        loop.restore(restored, state_dict)
+        loop.restore(restored)
 
 
 def _warn_of_difference(key: str, own: Mapping[str, Any] | None, given: Mapping[str, Any]) -> None:
@@ -172,13 +155,12 @@ def gather(loop: TrainingLoop, meeting: Meeting, keep: bool = True) -> State:
     """Returns the joint state, in the trainer's own memory as far as possible; all processes call this after a meeting.
 
     Args:
-        loop: A loop with an executor.
+        loop: The loop.
         meeting: A meeting of kind ``state``, or ``model`` for a state without the optimizer.
         keep: Whether this process needs the result; if not, it takes part without memory for the tensors, and the
             result is empty.
     """
-    executor, strategy, contents, info = loop.executor, loop.strategy, loop.contents, loop.info
-    assert executor is not None
+    executor, strategy, contents, info = loop.started(), loop.strategy, loop.contents, loop.info
     window = copying.copy(loop.window)
     random_states = [executor.generator.get_state().numpy()]
     if strategy.world_size > 1:

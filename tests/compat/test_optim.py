@@ -61,7 +61,7 @@ def test_wrong_arguments_are_assertion_errors_as_well() -> None:
 
 def test_a_model_that_can_not_be_saved_is_an_error_of_the_documented_class(tmp_path: Path) -> None:
     trainer = ORTTrainer(MLP(), MLP_DESC, SGDConfig(), loss_fn="cross_entropy")
-    with pytest.raises(RuntimeWarning, match="save_as_onnx") as caught:
+    with pytest.raises(RuntimeWarning, match="before the first batch: call prepare") as caught:
         trainer.save_as_onnx(tmp_path / "model.onnx")
     assert isinstance(caught.value, RuntimeError)
 

@@ -62,9 +62,12 @@ def compiled(
         first step, after each step, and after the conversion of each result.
 
     Raises:
-        ValueError: If a program has an argument that no operator takes.
+        ValueError: If a program is damaged, or has an argument that no operator takes.
     """
-    return _Compiler(constants, timed).function(calls, inputs, outputs)
+    try:
+        return _Compiler(constants, timed).function(calls, inputs, outputs)
+    except (AttributeError, LookupError, RecursionError, SyntaxError, TypeError) as error:
+        raise ValueError(f"a program of the graph is damaged: {error!r}") from error
 
 
 class _Compiler:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 
 import torch
@@ -79,6 +80,8 @@ def _tensor(data: memoryview) -> torch.Tensor:
     dtype = _TYPES.get(kind) if isinstance(kind, int) else None
     if dtype is None:
         raise Malformed(f"constant {text(data, _TENSOR_NAME)!r} has the unknown element type {kind}")
+    if math.prod(shape) * dtype.itemsize != len(raw):
+        raise Malformed(f"constant {text(data, _TENSOR_NAME)!r} has {len(raw)} bytes, but the shape {shape} of {dtype}")
     return torch.frombuffer(bytearray(raw), dtype=dtype).reshape(shape) if raw else torch.empty(shape, dtype=dtype)
 
 

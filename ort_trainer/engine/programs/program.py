@@ -21,6 +21,7 @@ import functools
 import hashlib
 import json
 import operator
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -38,9 +39,14 @@ GETITEM = "getitem"
 LOOPS = "loops.run"
 """Target of a step that runs the program's compiled loops."""
 
-# Libraries of operators that a file may name; all but one operator read and write only tensors.
+# What a file may name: operators of these libraries that take and return tensors and plain values, but for those that
+# open a file or don't check that their result lies within memory.
 _LIBRARIES = ("aten", "mkldnn", LIBRARY)
-_READS_FILES = "from_file"
+_PLAIN = frozenset({"Tensor", "number", "int", "float", "bool", "str", "Device"})
+_EXCLUDED = frozenset({"from_file", "_reshape_alias"})
+
+# Of the text of a type.
+_WRAPPED = re.compile(r"Optional\[|List\[|\]")
 
 Order = Sequence[int] | None
 """The dimensions in memory order, largest stride first; None for a contiguous tensor."""
@@ -97,9 +103,16 @@ class Program:
         return hashlib.sha256(self.to_text().encode()).hexdigest()[:20]
 
 
-def may_call(library: str, name: str) -> bool:
-    """Returns whether a program may call an operator."""
-    return library in _LIBRARIES and name != _READS_FILES
+def may_call(called: Any) -> bool:
+    """Returns whether a program may call something: only one of PyTorch's operators on tensors."""
+    if not isinstance(called, torch._ops.OpOverload) or called.namespace not in _LIBRARIES:
+        return False
+    schema = called._schema
+    return (
+        called.overloadpacket.__name__ not in _EXCLUDED
+        and {str(part.type) for part in schema.returns} in ({"Tensor"}, {"List[Tensor]"})
+        and all(_WRAPPED.sub("", str(part.type)) in _PLAIN for part in schema.arguments)
+    )
 
 
 @functools.cache
@@ -107,16 +120,17 @@ def find_operator(target: str) -> Callable[..., Any]:
     """Returns the operator that a step names.
 
     Raises:
-        ValueError: If a program may not use the operator's library, or the operator opens a file.
+        ValueError: If it is anything else than an operator that a program may call (:func:`may_call`).
     """
     if target == GETITEM:
         return operator.getitem
     library, name, overload = target.split(".")
-    if not may_call(library, name):
+    packet = getattr(getattr(torch.ops, library), name, None) if library in _LIBRARIES else None
+    # Attributes of Python objects have names, too, and lead to anything.
+    named = getattr(packet, overload, None) if isinstance(packet, torch._ops.OpOverloadPacket) else None
+    if not may_call(named):
         raise ValueError(f"{target} is not an operator on tensors of the libraries {_LIBRARIES}")
-    found: Callable[..., Any] | None = OWN.get(target)  # without PyTorch's dispatcher, which takes longer than many
-    if found is None:
-        found = getattr(getattr(getattr(torch.ops, library), name), overload)
-    found = with_contiguous_tensors(f"{library}.{name}", found)
+    called: Any = OWN.get(target, named)  # without PyTorch's dispatcher, which takes longer than many
+    found = with_contiguous_tensors(f"{library}.{name}", called)
     # It returns what its backward operator needs only while gradients are recorded; it has no argument for that.
     return torch.enable_grad()(found) if target == "aten.mkldnn_rnn_layer.default" else found

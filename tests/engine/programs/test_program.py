@@ -74,7 +74,11 @@ def test_a_program_that_is_timed_does_the_same() -> None:
     [
         ({"steps": [["os.system.default", ["true"], {}]]}, "os.system.default is not an operator on tensors"),
         ({"steps": [["aten.from_file.default", ["/etc/passwd"], {}]]}, "from_file.default is not an operator on ten"),
-        ({"steps": [["aten.no_such_thing.default", [], {}]]}, "not a program of PyTorch's operators"),
+        ({"steps": [["aten._reshape_alias.default", [], {}]]}, "alias.default is not an operator on tensors"),
+        ({"steps": [["aten.set_.source_Storage", [], {}]]}, "source_Storage is not an operator on tensors"),
+        ({"steps": [["aten.save.default", [], {}]]}, "save.default is not an operator on tensors"),
+        ({"steps": [["prim.Print.default", [], {}]]}, "prim.Print.default is not an operator on tensors"),
+        ({"steps": [["aten.no_such_thing.default", [], {}]]}, "no_such_thing.default is not an operator on tensors"),
         ({"steps": [["aten.mm", [], {}]]}, "not enough values"),
         ({"more": []}, "not a program of PyTorch's operators"),
     ],
@@ -82,6 +86,17 @@ def test_a_program_that_is_timed_does_the_same() -> None:
 def test_what_is_no_program_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Program.from_text(program(**changes))
+
+
+def test_attributes_of_python_objects_are_no_operators() -> None:
+    packet = torch.ops.aten.add
+    names = {*dir(type(packet)), *vars(packet), "_op", "__call__", "__globals__"} - set(packet.overloads())
+    targets = [f"aten.add.{name}" for name in names]
+    targets += [f"aten.{name}.{inner}" for name in dir(type(torch.ops.aten)) for inner in ("default", "__call__")]
+    targets += [f"{library}.aten.add" for library in ("__class__", "_dir", "load_library", "loaded_libraries")]
+    for target in targets:
+        with pytest.raises(ValueError, match=r"is not an operator on tensors|too many values"):
+            Program.from_text(program(steps=[[target, [], {}]]))
 
 
 def test_a_model_that_opens_a_file_is_refused_before_a_program_is_made() -> None:

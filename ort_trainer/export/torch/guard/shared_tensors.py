@@ -172,14 +172,6 @@ class SharedTensors(Memory):
             for name in self._watch.trainable:
                 self._model.get_parameter(name).grad = None
 
-    def put(self, values: Named) -> Named:
-        """Writes values to the module; returns those whose dtype differs from the module's."""
-        with BORROWED:
-            named = self._named()
-            for name, value in values.items():
-                named[name].detach().copy_(value)
-            return {name: value for name, value in values.items() if value.dtype != named[name].dtype}
-
     def _named(self) -> dict[str, torch.Tensor]:
         return {**dict(self._model.named_parameters()), **dict(self._model.named_buffers())}
 

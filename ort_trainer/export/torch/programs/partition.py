@@ -51,8 +51,7 @@ def partition(graph: torch.fx.Graph) -> list[list[Node]]:
             continue
         if not isinstance(node.target, torch._ops.OpOverload):
             raise refuse(node, "is not a plain operator")
-        name = node.target.overloadpacket.__name__
-        if not may_call(node.target.namespace, name) or is_registered_by_user(node.target):
+        if not may_call(node.target) or is_registered_by_user(node.target):
             raise refuse(node, "is not one of PyTorch's operators on tensors, or is registered for ONNX")
         if node.target._schema.is_mutable:
             raise refuse(node, "changes its arguments")
