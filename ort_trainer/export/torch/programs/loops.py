@@ -203,7 +203,7 @@ def _compiled(module: torch.fx.GraphModule) -> str:
         library = Path(folder) / "loops.so"
         options = {**_OPTIONS, "aot_inductor.output_path": str(library)}
         try:
-            with torch.no_grad(), _whole(_WHOLE), deterministic_kernels():
+            with torch.no_grad(), _whole(_WHOLE), deterministic_kernels(), _works_in(f"{folder}/own"):
                 torch._inductor.aot_compile(module, sample, options=options)
         except Exception as error:
             raise ExportError(
@@ -211,6 +211,21 @@ def _compiled(module: torch.fx.GraphModule) -> str:
             ) from error
         operators = [path.read_text(encoding="utf-8") for path in Path(folder).glob("*.wrapper.json")]
         return encode(library.read_bytes(), operators[0] if operators else "")
+
+
+@contextlib.contextmanager
+def _works_in(folder: str) -> Iterator[None]:
+    """Lets Inductor build and load its own files in a folder, which nobody else may write to.
+
+    By default it does so in one folder per user name in the system's temporary folder, whoever has made that.
+    """
+    clear_caches = torch._inductor.utils.clear_caches  # of paths in the folder that it used before
+    with mock.patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=folder, TRITON_CACHE_DIR=folder):
+        clear_caches()
+        try:
+            yield
+        finally:
+            clear_caches()
 
 
 @contextlib.contextmanager
