@@ -22,7 +22,7 @@ RUN := $(BIN)/python -m tests.harness.run
 quick test: export ORT_TRAINER_CACHE := $(CURDIR)/build/exports
 
 .PHONY: setup setup-stock setup-legacy demo browser browser-build quick test everything reach mutants matrix
-.PHONY: test-js test-c test-browser dist dist-test lint format torture bench fidelity operators onnx-operators onnx-round-trips recipes docs site clean
+.PHONY: test-js test-c test-browser dist dist-test audit lint format torture bench fidelity operators onnx-operators onnx-round-trips recipes docs site clean
 
 # The stamp depends on what is installed, so that a changed constraint triggers a new installation. An environment that
 # is there is kept, perhaps with a build of torch that was chosen, but not its engine: two would overwrite each other.
@@ -119,9 +119,15 @@ dist: setup
 	rm -rf dist
 	$(BIN)/python -m build --no-isolation
 
-# Installs the wheel in a new environment, and runs a tenth of the tests on it.
+# Installs the wheel in a new environment, runs a tenth of the tests on it, and writes the bill of its materials.
 dist-test: dist
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[supply]'
 	tests/wheel.sh
+
+# Asks the registry for known faults of all versions in constraints.txt; fails, too, if it has no answer.
+audit: setup
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[supply]'
+	$(BIN)/pip-audit --requirement constraints.txt --no-deps --disable-pip --strict
 
 # Trains in Node.js, and compares losses and checkpoints with Python's.
 test-js: setup $(JS)/dist/index.js

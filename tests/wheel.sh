@@ -52,6 +52,8 @@ losses = [trainer.train_step(torch.eye(4), torch.tensor([0, 1, 0, 1])).item() fo
 assert losses[-1] < losses[0], losses
 END
 "$folder/env/bin/ort-trainer" --version
+"$root/.venv/bin/cyclonedx-py" environment --output-reproducible --pyproject "$root/pyproject.toml" \
+  --output-file "${wheel%-py3-none-any.whl}.cdx.json" "$folder/env"
 
 $python -m pip install --quiet --constraint constraints.txt "$wheel[cpu,dev]"
 export ORT_TRAINER_CACHE=$folder/exports

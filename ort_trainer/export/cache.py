@@ -95,7 +95,8 @@ class Export:
             with other names; these are the names in the captured model.
         kept: The path of the graph in the cache; empty if it is not cached.
         found: Whether the graph was in the cache already.
-        remarks: Messages about the cache.
+        remarks: Messages about the export.
+        problems: Why the cache could not be read or written.
         backward: The backward passes of a call, whose forward pass is the step; empty for others.
         notes: What the captured model reads and leaves outside tensors, as JSON values; not kept in the cache.
     """
@@ -106,6 +107,7 @@ class Export:
     kept: str = ""
     found: bool = False
     remarks: tuple[str, ...] = ()
+    problems: tuple[str, ...] = ()
     backward: tuple[Step, ...] = ()
     notes: Any = None
 

@@ -66,6 +66,7 @@ def everything(folder: Path, given: argparse.Namespace) -> Iterator[Step]:
     yield pytest_step(folder, ENGINES[0], "-m", "not torture", isolated=True, environment=cold)
     yield pytest_step(folder, ENGINES[1], "-m", "engine and not torture", isolated=True, environment=cold | STOCK)
     yield pytest_step(folder, "torture", "-m", "torture", "-n0", isolated=True, environment=cold)
+    yield Step("audit", ("make", "audit"))
     yield Step("wheel", ("make", "dist-test"))
     yield Step("site", ("make", "site"))
     yield Step("javascript", ("make", "test-js"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import os
 import sys
@@ -42,6 +43,12 @@ _IDLE: dict[str, dict[str, Any]] = {
     "graph_transformer.gelu_recompute": {"gelu": False},
     "graph_transformer.transformer_layer_recompute": {"layers": False, "layer_count": 0},
 }
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    """Logs a warning, which every export of a process would repeat."""
+    _log.warning("%s", message)
 
 
 @dataclass(frozen=True)
@@ -184,6 +191,8 @@ class GraphBuilder:
     def _log_export(self, found: Export, seconds: float) -> None:
         for remark in found.remarks:
             _log.info("%s", remark)
+        for problem in found.problems:
+            _warn_once(problem)
         graph = found.step
         kind = f"{graph.kind} and backward" if found.backward else graph.kind
         kernels = ", computed by PyTorch's kernels" if graph.programs else ""

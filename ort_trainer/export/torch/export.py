@@ -19,7 +19,7 @@ import functools
 import hashlib
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -104,6 +104,7 @@ class _Exporter:
         self._held: dict[str, str] = {}  # symbolic dimension captured with the sample's size -> reason
         self._key = ""  # in the cache; empty for what can't be cached
         self._remarks: list[str] = []
+        self._problems: list[str] = []
 
     def run(self) -> Export:
         step, training = self._step, self._training
@@ -311,27 +312,32 @@ class _Exporter:
             return None
         sizes = "-".join(str(size) for _, size in sorted(self._sizes.items()))
         for self._key in (key, f"{key}-{hashlib.sha256(sizes.encode()).hexdigest()[:16]}"):
-            data, remark = self._cache.load(self._key)
-            self._remarks += filter(None, [remark])
+            data, problem = self._cache.load(self._key)
+            self._problems += filter(None, [problem])
             if data is None:
                 return None
             path = self._cache.path(self._key)
             try:
                 known = Export.from_bytes(data)
             except ValueError as error:
-                self._remarks.append(f"the cached export {path} is damaged, so the model is exported again: {error}")
+                self._problems.append(f"the cached export {path} is damaged, so the model is exported again: {error}")
                 return None
             if known.accepts(self._sizes):
-                return dataclasses.replace(known, kept=str(path), found=True, remarks=tuple(self._remarks))
+                return self._noting(known, kept=str(path), found=True)
         return None
 
     def _kept(self, made: Export) -> Export:
         kept = ""
         if self._cache is not None and self._key:
-            remark = self._cache.store(self._key, made.to_bytes())
-            kept = "" if remark else str(self._cache.path(self._key))
-            self._remarks += filter(None, [remark if remark not in self._remarks else ""])
-        return dataclasses.replace(made, kept=kept, remarks=tuple(self._remarks))
+            problem = self._cache.store(self._key, made.to_bytes())
+            kept = "" if problem else str(self._cache.path(self._key))
+            self._problems += filter(None, [problem])
+        return self._noting(made, kept=kept)
+
+    def _noting(self, export: Export, **changes: Any) -> Export:
+        return dataclasses.replace(
+            export, remarks=tuple(self._remarks), problems=tuple(dict.fromkeys(self._problems)), **changes
+        )
 
 
 def _enlarge(shape: Sequence[int | str], value: torch.Tensor, symbols: Collection[str]) -> torch.Tensor:

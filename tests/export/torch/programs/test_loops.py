@@ -1,4 +1,4 @@
-"""Compiled loops: where PyTorch's Inductor builds and loads its files. What they compute: tests/train/test_compiled.py."""
+"""Where PyTorch's Inductor builds and loads compiled loops."""
 
 from __future__ import annotations
 
