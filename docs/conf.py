@@ -12,7 +12,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 project = "ort_trainer"
 root_doc = "docs/index"
-include_patterns = ["docs/**", "README.md", "CHANGELOG.md", "examples/browser/README.md", "js/README.md", "c/README.md"]
+include_patterns = [
+    "docs/**",
+    "README.md",
+    "CHANGELOG.md",
+    "SECURITY.md",
+    "examples/browser/README.md",
+    "js/README.md",
+    "c/README.md",
+]
 exclude_patterns = [".*", "build", "dist", "out", "**/node_modules"]
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 html_theme = "furo"

@@ -65,6 +65,8 @@ def test_commands_exist() -> None:
     assert {"demo", "test", "bench"} <= set(re.findall(r"(?:^    |`)make ([a-z0-9-]+)", text, re.MULTILINE)) <= targets
     scripts = set(re.findall(r"(?:^    |`)python ((?:examples|benchmarks)/\w+\.py)", text, re.MULTILINE))
     assert scripts and all((ROOT / script).exists() for script in scripts)
+    tests = set(re.findall(r"`(tests/[\w/]+(?:\.py)?)`", text))
+    assert tests and [test for test in tests if not (ROOT / test).exists()] == []
 
 
 def test_both_sides_of_the_diff_train_the_same() -> None:

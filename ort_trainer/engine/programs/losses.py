@@ -182,7 +182,15 @@ def ctc_losses(
 
     Returns:
         (batch), and a gradient like ``log_probabilities``.
+
+    Raises:
+        IndexError: If a label is not a class. PyTorch's kernel would read and write memory that is not its own.
     """
+    is_used = torch.arange(targets.shape[-1]) < (lengths.unsqueeze(1) if targets.ndim > 1 else lengths.sum())
+    labels, classes = targets[is_used], log_probabilities.shape[-1]
+    if ((labels < 0) | (labels >= classes)).any():
+        lowest, highest = torch.aminmax(labels)
+        raise IndexError(f"ctc_loss: labels must be from 0 to {classes - 1}, but {int(lowest)} to {int(highest)} occur")
     given = targets, frames, lengths
     losses, alpha = torch.ops.aten._ctc_loss.Tensor(log_probabilities, *given, blank, zero_infinity)
     gradient: torch.Tensor = torch.ops.aten._ctc_loss_backward.Tensor(

@@ -210,6 +210,9 @@ def _ctc_losses(
     if targets.dim() == 1:
         place = (lengths.cumsum(0) - lengths)[:, None] + torch.arange(targets.shape[0], device=targets.device)
         targets = targets[place.clamp(max=targets.shape[0] - 1)]
+    # Padding may be any number. A negative label would count from the end; this one is refused as out of range.
+    targets = torch.where(targets < 0, log_probs.shape[2], targets)
+    targets = torch.where(torch.arange(targets.shape[1], device=targets.device) < lengths[:, None], targets, blank)
     # Blanks precede, separate and follow the labels.
     blanks = torch.full_like(targets, blank)
     states = torch.cat([torch.stack([blanks, targets], 2).flatten(1), blanks[:, :1]], 1)
