@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy as copying
 import hashlib
 import json
@@ -117,35 +118,42 @@ def load(loop: TrainingLoop, given: Callable[[], Mapping[str, Any]], strict: boo
 
     Raises:
         RuntimeError: If names differ and ``strict`` is True; or if ``strict`` is False and no name matches.
-        TypeError, ValueError: If a value is invalid. Nothing has changed then, in any process.
+        TypeError, ValueError: If a value is invalid (CheckpointError: one of the user's scaler, schedule or optimizer).
+            Nothing has changed then, in any process.
         DistributedError: If another process failed to read it, or got a different state.
     """
+
+    precision, rates, config = loop.precision, loop.rates, loop.config
 
     def checked() -> tuple[Mapping[str, Any], State]:
         loop.executor  # noqa: B018 - raises if the user replaced tensors of the model by unusable ones
         state_dict = given()
-        return state_dict, read(state_dict if owned else copied(state_dict), loop.contents, loop.window, strict)
+        restored = read(state_dict if owned else copied(state_dict), loop.contents, loop.window, strict)
+        rates.check_state(restored.objects.get("lr_scheduler"), strict)
+        if "torch_optimizer" in restored.objects and isinstance(config, TorchOptimizerConfig):
+            restored.objects["torch_optimizer"] = config.read_state(restored.objects["torch_optimizer"])
+        return state_dict, restored
 
     state_dict, restored = together(loop.strategy, "load", checked)
     if loop.strategy.world_size > 1:
         _take_own(restored, loop.strategy, loop.contents.device)
-    precision, rates, config, objects = loop.precision, loop.rates, loop.config, restored.objects
+    objects = restored.objects
     own_scale, own_rates = precision.state_dict(), copying.deepcopy(rates.state_dict())
     if restored.window is not None and "window" in state_dict:
         _warn_of_difference("loss_scaler", own_scale, objects)
         _warn_of_difference("lr_scheduler", own_rates, objects)
-    with uninterrupted():
+    with uninterrupted(), contextlib.ExitStack() as undo:
         precision.load_state_dict(objects.get("loss_scaler"), strict)
-        try:
-            rates.load_state_dict(objects.get("lr_scheduler"), strict)
-            if "torch_optimizer" in objects and isinstance(config, TorchOptimizerConfig):
-                config.load_state_dict(objects["torch_optimizer"])
-            if restored.outside:
-                loop.source.load_carried({name: _unstored(name, entry) for name, entry in restored.outside.items()})
-        except BaseException:
-            precision.load_state_dict(own_scale, strict=True)
-            rates.load_state_dict(own_rates, strict=True)
-            raise
+        undo.callback(precision.load_state_dict, own_scale, strict=True)
+        rates.load_state_dict(objects.get("lr_scheduler"), strict)
+        undo.callback(rates.load_state_dict, own_rates, strict=True)
+        if restored.outside:
+            carried = loop.source.carried()
+            loop.source.load_carried({name: _unstored(name, entry) for name, entry in restored.outside.items()})
+            undo.callback(loop.source.load_carried, carried)
+        if "torch_optimizer" in objects and isinstance(config, TorchOptimizerConfig):
+            config.load_state_dict(objects["torch_optimizer"])
+        undo.pop_all()
         loop.restore(restored, state_dict)
 
 
