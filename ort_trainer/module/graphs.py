@@ -14,6 +14,7 @@ from torch import nn
 
 from ..core.errors import ExportError
 from ..core.signatures import signature_of
+from ..core.threads import turns
 from ..engine.ort import providers_for, session_options
 from ..engine.programs.runner import ProgramRunner
 from ..engine.runner import GraphRunner, SessionRunner
@@ -120,12 +121,14 @@ class CallGraphs:
         options: All settings.
 
     Attributes:
+        turns: The lock for threads that call the module.
         exported: Called with the passes of each export.
         refused: Kinds of calls for which no graph can be made, and why.
     """
 
     def __init__(self, module: nn.Module, options: ORTTrainerOptions) -> None:
         self._module, self._options = module, options
+        self.turns = turns()
         self.exported: Callable[[Step, Sequence[Step]], None] | None = None
         self._unsettled = 0
         self._trial: Recorder | None = None

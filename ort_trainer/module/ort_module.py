@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -117,6 +117,10 @@ class ORTModule(nn.Module):
         context = foreign_context()
         if context:
             return self._fallback.run_inside(context, args, kwargs)
+        with self._graphs.turns:  # PyTorch must not run the module, either, while another thread exports it
+            return self._run_in_turn(args, kwargs)
+
+    def _run_in_turn(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         kind: Any = None
         try:
             found, call, values = self._graphs.find(args, kwargs)

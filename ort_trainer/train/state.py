@@ -22,6 +22,7 @@ from ..state.bfloat16 import array_of, tensor_of
 from ..state.state import Array, State
 from ..state.state_dict import read, to_state_dict
 from .strategy import Meeting, Strategy, check_done, together
+from .transaction import in_transaction
 
 if TYPE_CHECKING:
     from .loop import TrainingLoop
@@ -52,11 +53,13 @@ def check_started(loop: TrainingLoop, method: str) -> None:
         )
 
 
+@in_transaction
 def collect(loop: TrainingLoop) -> dict[str, Any]:
     """Returns a copy of the complete state in the layout of ``ORTTrainer.state_dict()``."""
     return to_state_dict(gather(loop, loop.meet("state")), copy=True)
 
 
+@in_transaction
 def save(loop: TrainingLoop, include_optimizer: bool, write: Callable[[State], None]) -> None:
     """Gathers the state of all processes, and writes it in one of them; the others wait until it is done.
 
@@ -74,6 +77,7 @@ def save(loop: TrainingLoop, include_optimizer: bool, write: Callable[[State], N
     together(loop.strategy, "save", lambda: write(gathered) if is_writer else None)
 
 
+@in_transaction
 def follow(loop: TrainingLoop) -> str:
     """Joins the other processes' next operation, with the rest of a window or nothing; returns its kind.
 
@@ -96,6 +100,7 @@ def follow(loop: TrainingLoop) -> str:
         return meeting.kind
 
 
+@in_transaction
 def to_pytorch(loop: TrainingLoop) -> dict[str, torch.Tensor]:
     """Returns copies of all weights and buffers on the CPU, with names and dtypes as in ``model.state_dict()``."""
     executor, contents = loop.executor, loop.contents
@@ -107,6 +112,7 @@ def to_pytorch(loop: TrainingLoop) -> dict[str, torch.Tensor]:
     }
 
 
+@in_transaction
 def load(loop: TrainingLoop, given: Callable[[], Mapping[str, Any]], strict: bool, owned: bool = False) -> None:
     """Restores what :func:`collect` or :func:`to_pytorch` returned, or a PyTorch model's state dict.
 
