@@ -46,7 +46,7 @@ from .arguments import (
     refuse_subclasses,
     without_reading_memory,
 )
-from .fallback import NoGraphError, OptionError, SettlingError, refuse_uninitialized, running, settled
+from .fallback import NoGraphError, OptionError, SettlingError, refuse_freed, refuse_uninitialized, running, settled
 from .passes import Call, Passes
 
 __all__ = ["CallGraphs"]
@@ -152,6 +152,7 @@ class CallGraphs:
 
     def _begin(self) -> ModelWatch:
         refuse_uninitialized(self._module)
+        refuse_freed(self._module)
         self._watch = ModelWatch(self._module, list(canonical_names(self._module)), (), for_calls=True)
         self._root = Root(self._module, None, self._arguments)
         self._reads = Reads(self._root)
