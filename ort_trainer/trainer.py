@@ -26,7 +26,7 @@ from .train import state
 from .train.learning_rates import Schedule
 from .train.loop import TrainingLoop
 from .train.strategy import Arrival
-from .train.transaction import outside_inference_mode
+from .train.transaction import in_transaction
 from .train.two_step import TwoStepSession
 
 if TYPE_CHECKING:
@@ -155,6 +155,7 @@ class ORTTrainer:
         return self._loop.window.size
 
     @gradient_accumulation_steps.setter
+    @in_transaction
     def gradient_accumulation_steps(self, steps: int) -> None:
         self._loop.window.size = steps
 
@@ -294,6 +295,7 @@ class ORTTrainer:
         """
         return bare(self._loop.evaluate(args, kwargs, self.model_desc.inference_names()))
 
+    @in_transaction
     def profile(self, steps: int = 10, trace: str | os.PathLike[str] | None = "ort_trainer_trace.json") -> Profile:
         """Measures the next calls of :meth:`train_step`, without any effect on the training.
 
@@ -314,7 +316,7 @@ class ORTTrainer:
         """
         return self._loop.begin_profile(steps, trace)
 
-    @outside_inference_mode
+    @in_transaction
     def save_as_onnx(self, path: str | os.PathLike[str]) -> None:
         """Writes the evaluation graph with the current weights: what :meth:`eval_step` computes, with loss and label.
 
@@ -335,7 +337,7 @@ class ORTTrainer:
         """
         self._loop.save_onnx(path, self.model_desc.output_names)
 
-    @outside_inference_mode
+    @in_transaction
     def export_for_inference(self, path: str | os.PathLike[str], output_names: Sequence[str] | None = None) -> None:
         """Writes the model as :meth:`save_as_onnx` does, without the loss and without inputs that only the loss needs.
 
@@ -354,6 +356,7 @@ class ORTTrainer:
         names = self.model_desc.inference_names(output_names)
         self._loop.save_onnx(path, names, for_inference=True)
 
+    @in_transaction
     def export_artifacts(
         self,
         directory: str | os.PathLike[str],
@@ -474,7 +477,7 @@ class ORTTrainer:
             stop_signals=stop_signals,
         )
 
-    @outside_inference_mode
+    @in_transaction
     def get_parameter(self, name: str) -> torch.Tensor:
         """Returns a copy of a parameter, trained or not, on the CPU. A tied parameter has several names.
 
@@ -483,7 +486,7 @@ class ORTTrainer:
         """
         return self._loop.get_parameter(name)
 
-    @outside_inference_mode
+    @in_transaction
     def set_parameter(self, name: str, value: Any) -> None:
         """Sets a parameter to a copy of a tensor or array; its moments do not change.
 
@@ -494,7 +497,7 @@ class ORTTrainer:
         """
         self._loop.set_parameter(name, value)
 
-    @outside_inference_mode
+    @in_transaction
     def get_gradient(self, name: str) -> torch.Tensor | None:
         """Returns a copy of a parameter's gradient over the accumulation window so far, on the CPU.
 
@@ -509,7 +512,7 @@ class ORTTrainer:
         """
         return self._loop.get_gradient(name)
 
-    @outside_inference_mode
+    @in_transaction
     def set_gradient(self, name: str, value: Any) -> None:
         """Sets a parameter's gradient over the window so far to a copy of a tensor or array; see get_gradient.
 
@@ -521,7 +524,7 @@ class ORTTrainer:
         """
         self._loop.set_gradient(name, value)
 
-    @outside_inference_mode
+    @in_transaction
     def state_dict(self, pytorch_format: bool = False) -> dict[str, Any]:
         """Returns the state of the trainer as copies on the CPU.
 
@@ -539,7 +542,7 @@ class ORTTrainer:
         """
         return state.to_pytorch(self._loop) if pytorch_format else state.collect(self._loop)
 
-    @outside_inference_mode
+    @in_transaction
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
         """Restores a state from :meth:`state_dict`, in either format, before or after the first step.
 
@@ -557,6 +560,7 @@ class ORTTrainer:
         """
         state.load(self._loop, lambda: state_dict, strict)
 
+    @in_transaction
     def save_checkpoint(
         self,
         path: PathOrFile,
@@ -589,6 +593,7 @@ class ORTTrainer:
             lambda found: save_checkpoint_file(path, to_state_dict(found), user_dict, overwrite),
         )
 
+    @in_transaction
     def load_checkpoint(self, *paths: PathOrFile, strict: bool = True) -> dict[str, Any]:
         """Restores a checkpoint, before or after the first step.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import threading
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -13,6 +12,7 @@ import numpy as np
 from ..core.errors import CheckpointError
 from ..core.foreign import UPSTREAM
 from ..core.schedules import learning_rate
+from ..core.threads import turns
 from ..engine.numpy_memory import StateTensor
 from ..engine.ort import CPU, Device
 from ..state.state import Array, State, Value
@@ -91,7 +91,7 @@ class LiveState:
             trainer_options=checkpoint.trainer_options,
         )
         self._in_use = False
-        self.lock = threading.RLock()  # reentrant, because a signal handler may use the state
+        self.lock = turns()
 
     @property
     def is_upstream(self) -> bool:

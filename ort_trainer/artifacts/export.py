@@ -19,7 +19,7 @@ from ..state.state import State
 from ..step import Step
 from ..train.loop import TrainingLoop
 from ..train.state import save
-from ..train.transaction import outside_inference_mode
+from ..train.transaction import in_transaction
 from .files import EVALUATION_MODEL, OPTIMIZER_MODEL, TRAINING_MODEL, Described, contents, target_folder, write_files
 from .kinds import FLAVORS
 from .optimizer_model import Updated, optimizer_model
@@ -33,7 +33,7 @@ __all__ = ["export_artifacts"]
 _WEIGHTS = (torch.float32, torch.float64)
 
 
-@outside_inference_mode
+@in_transaction
 def export_artifacts(
     loop: TrainingLoop,
     directory: str | os.PathLike[str],

@@ -22,6 +22,7 @@ from ..engine import Plan
 from ..export.onnx import OnnxModel, load_onnx_model
 from ..optim.rules import CONFIGS
 from ..train.batch import Batch
+from ..train.transaction import Transaction
 from .checkpoint import Folder, load_from_folder, save_in_folder
 from .options import ORTTrainerOptions
 from .trainer import ORTTrainer as Trainer
@@ -349,9 +350,10 @@ class ORTTrainer:
             given = batch.pop(_LOSS_SCALE) if self.loss_scaler_ is None else self.loss_scaler_.loss_scale_
             scale = _one_number("the loss scale", given)
         loop = self._trainer.loop
-        plan, bound = loop.bind((self._renamed(batch),), {}, fetches or ())  # interruptible, unlike the step
-        with uninterrupted():  # the loop's counters and those here change together
-            outputs = self._step(plan, bound, learning_rate, scale)
+        with Transaction(loop, joint=False):
+            plan, bound = loop.bind((self._renamed(batch),), {}, fetches or ())  # interruptible, unlike the step
+            with uninterrupted():  # the loop's counters and those here change together
+                outputs = self._step(plan, bound, learning_rate, scale)
         if external_scale and not fetches and not loop.window.micro_batches:
             outputs.append(torch.tensor([self._trainer.train_step_info.all_finite]))
         return outputs[0] if len(outputs) == 1 else outputs

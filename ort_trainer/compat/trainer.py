@@ -15,7 +15,7 @@ import ort_trainer
 
 from ..export.onnx import OnnxModel
 from ..options import ModelDescription, OptionsDict
-from ..train.transaction import outside_inference_mode
+from ..train.transaction import in_transaction
 from .options import ASSERTED, ORTTrainerOptions, raising
 from .training_session import TrainerSession
 
@@ -99,7 +99,7 @@ class ORTTrainer(ort_trainer.ORTTrainer):
         return None if self.session is None else TrainerSession(self)
 
     @property
-    @outside_inference_mode
+    @in_transaction
     def _onnx_model(self) -> onnx.ModelProto | None:
         """The model that ``save_as_onnx`` writes, as a new object; None if there is no session."""
         return None if self.session is None else self.loop.onnx_model(self.model_desc.output_names)

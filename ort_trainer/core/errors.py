@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 __all__ = [
+    "PACKAGE",
     "CheckpointError",
     "DistributedError",
     "ExportError",
@@ -23,7 +24,7 @@ __all__ = [
     "was_given",
 ]
 
-_PACKAGE = str(Path(__file__).parents[1]) + os.sep
+PACKAGE = str(Path(__file__).parents[1]) + os.sep
 
 
 class ExportError(RuntimeError):
@@ -105,6 +106,6 @@ def was_given(value: Any) -> str:
 def warn(message: str, kind: type[UserWarning] = UserWarning) -> None:
     """Issues a warning that points at the calling line outside this package."""
     level, frame = 1, sys._getframe()
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(PACKAGE):
         level, frame = level + 1, frame.f_back
     warnings.warn(message, kind, stacklevel=level)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from ..core.masks import KEYS
 from ..step import RandomInput
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from .ort import OrtValue
     from .runner import Output
 
-__all__ = ["TorchMemory", "as_taken", "readable", "shaped"]
+__all__ = ["TorchMemory", "as_taken", "freed_tensors", "readable", "shaped"]
 
 _NUMPY_TYPES: dict[torch.dtype, Any] = {
     torch.float64: np.float64,
@@ -114,16 +115,28 @@ def readable(name: str, value: torch.Tensor) -> torch.Tensor:
         TypeError: If the tensor has no such memory.
     """
     try:
-        has_memory = value.data_ptr() or not value.numel()
-    except RuntimeError:  # a sparse tensor, for example
+        has_memory = value.data_ptr() or (not value.numel() and not value.is_meta and not _is_other_kind(value))
+    except (RuntimeError, ValueError):  # a sparse tensor, for example, or a parameter of a lazy module
         has_memory = False
     if not has_memory or value.is_nested or value.is_quantized:
         raise TypeError(f"input {name!r} must be an ordinary tensor with values in memory, but it is {_kind(value)}")
     return value.resolve_conj().resolve_neg() if value.is_neg() or value.is_conj() else value
 
 
+def freed_tensors(tensors: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
+    """Returns the names of parameters and buffers whose storage was freed, as FSDP does between two uses."""
+    plain = [(name, value) for name, value in tensors if value.layout is torch.strided and not value.is_meta]
+    return [name for name, value in plain if value.numel() and not value.untyped_storage().nbytes()]
+
+
 def _kind(value: torch.Tensor) -> str:
     """Returns what a tensor without ordinary memory is, and what to do."""
+    if isinstance(value, (UninitializedBuffer, UninitializedParameter)):
+        return "a parameter of a lazy module that has no shape yet: call the module once with a batch"
+    if torch._C._functorch.is_functorch_wrapped_tensor(value):
+        return "of a transform of torch.func, such as vmap or grad: give the tensor that went into the transform"
+    if torch._is_functional_tensor(value):
+        return "a tensor of torch.func.functionalize: give the tensor that went into it"
     if value.is_quantized:
         return "quantized: call dequantize()"
     if value.is_nested:
@@ -131,11 +144,24 @@ def _kind(value: torch.Tensor) -> str:
     if value.layout is not torch.strided:
         return f"of the layout {value.layout}: call to_dense()"
     if type(value) not in (torch.Tensor, torch.nn.Parameter):
-        known = {"MaskedTensor": ": call to_tensor(), and pass the mask as another input"}
-        return f"a {type(value).__name__}{known.get(type(value).__name__, ', which holds no values')}"
-    if value.device.type == "meta":
-        return "on the device 'meta', which holds no values"
-    return "a zero tensor: call clone()" if value._is_zerotensor() else "one whose storage was freed"
+        known = {
+            "MaskedTensor": ": call to_tensor(), and pass the mask as another input",
+            "DTensor": ": call full_tensor(), or to_local() for this process's part",
+            "FakeTensor": ", which holds no values: make the batch outside FakeTensorMode",
+        }
+        return (
+            f"a {type(value).__name__}{known.get(type(value).__name__, ', which holds no values: pass a plain tensor')}"
+        )
+    if value.is_meta:
+        return "on the device 'meta', which holds no values: make it on the model's device"
+    if value._is_zerotensor():
+        return "a zero tensor: call clone()"
+    return "one whose storage was freed (untyped_storage().resize_(0)): make it anew, or pass a clone() made before"
+
+
+def _is_other_kind(value: torch.Tensor) -> bool:
+    """Returns whether a tensor is of a subclass with operators of its own, and so perhaps without memory."""
+    return type(value).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
 
 
 def shaped(sizes: Iterable[int | torch.SymInt]) -> torch.Tensor:

@@ -20,6 +20,7 @@ from torch.autograd import forward_ad
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from ..core.errors import ExportError, IdleOptionError, ValueBranchError, shown
+from ..engine.torch_memory import freed_tensors
 from ..export.torch.explain import forward_line
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "foreign_context",
     "is_running",
     "policy_of",
+    "refuse_freed",
     "refuse_uninitialized",
     "running",
     "settled",
@@ -85,7 +87,7 @@ class SettlingError(ExportError):
 
 
 class OptionError(ValueError):
-    """Options that don't fit the module or the machine, which is an error with every policy."""
+    """Options or tensors that don't fit the module or the machine, which is an error with every policy."""
 
 
 _RUNNING: set[tuple[int, int]] = set()
@@ -221,6 +223,20 @@ def refuse_uninitialized(module: nn.Module) -> None:
     for value in (*module.parameters(), *module.buffers()):
         if isinstance(value, (UninitializedParameter, UninitializedBuffer)):
             raise SettlingError("makes its parameters")
+
+
+def refuse_freed(module: nn.Module) -> None:
+    """Raises if a parameter or buffer has lost its memory.
+
+    Raises:
+        OptionError: If so.
+    """
+    freed = freed_tensors([*module.named_parameters(), *module.named_buffers()])
+    if freed:
+        raise OptionError(
+            f"the storage of {freed[:3]} of {type(module).__name__} was freed (untyped_storage().resize_(0)), as FSDP "
+            "does between two uses: call the module while it has all its values"
+        )
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ from torch import nn
 
 from ..core.errors import ExportError
 from ..core.signatures import signature_of
+from ..core.threads import turns
 from ..engine.ort import providers_for, session_options
 from ..engine.programs.runner import ProgramRunner
 from ..engine.runner import GraphRunner, SessionRunner
@@ -45,7 +46,7 @@ from .arguments import (
     refuse_subclasses,
     without_reading_memory,
 )
-from .fallback import NoGraphError, OptionError, SettlingError, refuse_uninitialized, running, settled
+from .fallback import NoGraphError, OptionError, SettlingError, refuse_freed, refuse_uninitialized, running, settled
 from .passes import Call, Passes
 
 __all__ = ["CallGraphs"]
@@ -120,12 +121,14 @@ class CallGraphs:
         options: All settings.
 
     Attributes:
+        turns: The lock for threads that call the module.
         exported: Called with the passes of each export.
         refused: Kinds of calls for which no graph can be made, and why.
     """
 
     def __init__(self, module: nn.Module, options: ORTTrainerOptions) -> None:
         self._module, self._options = module, options
+        self.turns = turns()
         self.exported: Callable[[Step, Sequence[Step]], None] | None = None
         self._unsettled = 0
         self._trial: Recorder | None = None
@@ -149,6 +152,7 @@ class CallGraphs:
 
     def _begin(self) -> ModelWatch:
         refuse_uninitialized(self._module)
+        refuse_freed(self._module)
         self._watch = ModelWatch(self._module, list(canonical_names(self._module)), (), for_calls=True)
         self._root = Root(self._module, None, self._arguments)
         self._reads = Reads(self._root)

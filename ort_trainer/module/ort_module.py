@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch import nn
 
 from ..core.errors import was_given
 from ..options import OptionsDict, ORTTrainerOptions
-from .fallback import AT_RUN_TIME, Fallback, NoGraphError, foreign_context, is_running, policy_of
+from .fallback import AT_RUN_TIME, Fallback, NoGraphError, foreign_context, is_running, policy_of, refuse_freed
 from .forward import Graphed, Outer, graphed_in, rebound
 from .graphs import CallGraphs
 from .verify import CallVerifier
@@ -31,6 +31,7 @@ _OWN = frozenset(
 )
 
 
+_address = torch.Tensor.data_ptr
 _SPECIAL = ("__len__", "__getitem__", "__setitem__", "__delitem__", "__iter__", "__contains__")
 _OPTIONS = (
     *("utils.kernels", "utils.random_numbers", "utils.cache_exports", "utils.memory_efficient_gradient"),
@@ -117,6 +118,10 @@ class ORTModule(nn.Module):
         context = foreign_context()
         if context:
             return self._fallback.run_inside(context, args, kwargs)
+        with self._graphs.turns:  # PyTorch must not run the module, either, while another thread exports it
+            return self._run_in_turn(args, kwargs)
+
+    def _run_in_turn(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         kind: Any = None
         try:
             found, call, values = self._graphs.find(args, kwargs)
@@ -125,6 +130,8 @@ class ORTModule(nn.Module):
         except Exception as error:
             reason = error
         else:
+            if not all(map(_address, values)):  # some kernels would read there
+                refuse_freed(self.module)
             try:
                 if self._verifier is not None:
                     return self._verifier.run(found, call, values, args, kwargs)

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..core.errors import shown, was_given
+from ..core.errors import CheckpointError, shown, was_given
 from ..core.signatures import signature_of
 from .config import OptimizerConfig, number
 from .parts import global_norm
 from .rule import RULES, Rule
+from .torch_state import check_groups, check_states
 from .update import Again, OptimizerUpdate
 
 __all__ = ["FollowedConfig", "TorchOptimizerConfig", "TorchUpdate", "equivalent_rule", "from_torch"]
@@ -240,46 +241,64 @@ class TorchOptimizerConfig(_OverTorch):
             "param_groups": [_plain({k: v for k, v in g.items() if k != "param_names"}, copy) for g in groups],
         }
 
-    def load_state_dict(self, given: Mapping[str, Any]) -> None:
-        """Loads a state into the optimizer.
+    def read_state(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns a state as the optimizer's ``load_state_dict`` takes it; changes nothing.
 
         Args:
             given: A state from :meth:`state_dict`.
 
         Raises:
-            RuntimeError: If the state belongs to other parameter groups.
-            ValueError: If the optimizer refuses the state; its own is then unchanged.
+            CheckpointError: If the optimizer can't have such a state.
+            RuntimeError: If it belongs to other parameter groups.
         """
-        where = "state_dict[torch_optimizer]"
+        where, kind = "state_dict[torch_optimizer]", type(self.optimizer).__name__
         groups, states = given.get("param_groups"), given.get("state")
-        if not isinstance(groups, list) or not isinstance(states, Mapping):
-            raise ValueError(f"{where} must have 'state', a dict, and 'param_groups', a list, but it is {shown(given)}")
-        if [list(group["params"]) for group in groups] != self.names:
-            raise RuntimeError(f"{where} has other parameter groups than the trainer's {type(self.optimizer).__name__}")
-        before = self.optimizer.state_dict()
+        if not isinstance(groups, list) or not isinstance(states, Mapping) or not all(map(_is_group, groups)):
+            raise CheckpointError(
+                f"{where} must have 'state', a dict, and 'param_groups', a list of dicts with 'params', but it is "
+                f"{shown(given)}"
+            )
+        if [group["params"] for group in groups] != self.names:
+            raise RuntimeError(f"{where} has other parameter groups than the trainer's {kind}")
         numbers = {name: number for number, name in self._numbers().items()}
         unknown = [name for name in states if name not in numbers]
         if unknown:
             raise RuntimeError(f"Unexpected keys: {unknown} in {where}[state]")
-        new_groups = [
-            {key: tuple(value) if isinstance(own.get(key), tuple) else value for key, value in group.items()}
-            | {key: own[key] for key in ("params", "param_names") if key in own}
-            for group, own in zip(groups, before["param_groups"], strict=True)
-        ]
+        owns = self.optimizer.state_dict()["param_groups"]
+        groups = [{**own, **group} for own, group in zip(owns, groups, strict=True)]
+        check_groups(self.optimizer, groups, f"{where}[param_groups]")
+        check_states(self.optimizer, groups, states, self.names)
+        for group, own in zip(groups, owns, strict=True):
+            group.update({key: tuple(group[key]) for key, value in own.items() if isinstance(value, tuple)})
+            group.update({key: own[key] for key in ("params", "param_names") if key in own})
+        return {
+            "state": {numbers[name]: _plain(values, True) for name, values in states.items()},
+            "param_groups": groups,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Loads a state from :meth:`read_state`.
+
+        Raises:
+            CheckpointError: If the optimizer refuses the state; its own is then unchanged.
+        """
+        before = self.optimizer.state_dict()
         try:
-            self.optimizer.load_state_dict(
-                {
-                    "state": {numbers[name]: _plain(values, True) for name, values in states.items()},
-                    "param_groups": new_groups,
-                }
-            )
+            self.optimizer.load_state_dict(state)
         except Exception as error:
             self.optimizer.load_state_dict(before)
-            raise ValueError(f"{where} does not fit {type(self.optimizer).__name__}: {error!r}") from error
+            raise CheckpointError(
+                f"state_dict[torch_optimizer] does not fit {type(self.optimizer).__name__}: {error!r}"
+            ) from error
 
     def _numbers(self) -> dict[int, str]:
         """Returns parameter names by their numbers in PyTorch's state dicts."""
         return dict(enumerate(name for names in self.names for name in names))
+
+
+def _is_group(group: Any) -> bool:
+    names = group.get("params") if isinstance(group, Mapping) else None
+    return isinstance(names, list) and all(isinstance(name, str) for name in names)
 
 
 def _plain(value: Any, copy: bool) -> Any:

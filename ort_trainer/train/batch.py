@@ -116,7 +116,7 @@ def read_batch(
         if name in given:
             value = given[name]
             plain = type(value) is torch.Tensor and value.layout is torch.strided
-            batch[name] = readable(name, value.detach().contiguous()) if plain else to_tensor(name, value)
+            batch[name] = readable(name, value).detach().contiguous() if plain else to_tensor(name, value)
     if arguments != names:
         for name in batch:
             argument = argument_of(name)
@@ -170,9 +170,7 @@ def to_tensor(name: str, value: Any) -> torch.Tensor:
         value = torch.from_numpy(array if array.flags.writeable else array.copy()).reshape(np.shape(value))
     if not isinstance(value, torch.Tensor):
         raise _no_tensor(name, value)
-    if value.layout != torch.strided:
-        raise TypeError(f"input {name!r} must be a dense tensor, but its layout is {value.layout}: call to_dense()")
-    return readable(name, value.detach().contiguous())
+    return readable(name, value).detach().contiguous()
 
 
 def _no_tensor(name: str, value: Any) -> InputTypeError:

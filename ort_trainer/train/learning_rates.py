@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +14,8 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from ..core.errors import shown
 from ..optim import LRScheduler, OptimizerConfig
 from ..optim.step_info import TrainStepInfo
+from ..optim.torch_state import as_types_of, check_groups, check_like, check_schedule
+from ..state.differences import compare_keys
 from .user_objects import load_state
 
 __all__ = ["LearningRates", "Schedule", "learning_rates"]
@@ -65,11 +66,18 @@ class LearningRates:
         """Returns the schedule's state; None without a schedule."""
         return None
 
+    def check_state(self, state: Mapping[str, Any] | None, strict: bool) -> None:
+        """Checks what :meth:`load_state_dict` would restore, as far as that does not; changes nothing.
+
+        Raises:
+            RuntimeError, CheckpointError: If the state is invalid.
+        """
+
     def load_state_dict(self, state: Mapping[str, Any] | None, strict: bool) -> None:
         """Restores what :meth:`state_dict` returned; does nothing for None, or if there is no schedule.
 
         Raises:
-            RuntimeError, ValueError: If the state is invalid. The schedule is unchanged then.
+            RuntimeError, CheckpointError: If the state is invalid. The schedule is unchanged then.
         """
 
 
@@ -185,15 +193,31 @@ class _FromTorch(LearningRates):
     def state_dict(self) -> dict[str, Any]:
         return {**_plain(self.scheduler.state_dict()), _GROUPS: _plain(self._groups())}
 
+    def check_state(self, state: Mapping[str, Any] | None, strict: bool) -> None:
+        if state is None:
+            return
+        scheduler, where = self.scheduler, "state_dict[lr_scheduler]"
+        optimizer, (state, groups) = scheduler.optimizer, self._parts(state)
+        compare_keys(scheduler.state_dict(), state, strict, where)
+        check_like(groups, self._groups(), f"{where}[{_GROUPS}]")
+        groups = [{**own, **values} for own, values in zip(optimizer.param_groups, groups, strict=True)]
+        check_groups(optimizer, groups, f"{where}[{_GROUPS}]")
+        check_schedule(scheduler, state, groups, where)
+
     def load_state_dict(self, state: Mapping[str, Any] | None, strict: bool) -> None:
         if state is None:
             return
-        state, groups, own = dict(state), state.get(_GROUPS), self._groups()
-        state.pop(_GROUPS, None)
-        load_state(self.scheduler, _like(state, self.scheduler.state_dict()), "lr_scheduler", strict)
+        state, groups = self._parts(state)
+        load_state(self.scheduler, as_types_of(self.scheduler.state_dict(), state), "lr_scheduler", strict)
         # Besides its own state, a schedule changes its optimizer's rates, and some change the momentum.
-        for group, values in zip(self.scheduler.optimizer.param_groups, _like(groups or own, own), strict=True):
+        for group, values in zip(
+            self.scheduler.optimizer.param_groups, as_types_of(self._groups(), groups), strict=True
+        ):
             group.update(values)
+
+    def _parts(self, state: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
+        """Returns the state of the schedule itself, and the hyper-parameters that it changes."""
+        return {key: value for key, value in state.items() if key != _GROUPS}, state.get(_GROUPS, self._groups())
 
     def _groups(self) -> list[dict[str, Any]]:
         """Returns the hyper-parameters of the optimizer's groups that a schedule may change."""
@@ -208,17 +232,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(key): _plain(entry) for key, entry in value.items()}
     return [_plain(entry) for entry in value] if isinstance(value, (list, tuple)) else value
-
-
-def _like(value: Any, own: Any) -> Any:
-    """Reverses :func:`_plain`: restores the types of a schedule's own state."""
-    if isinstance(own, Counter):
-        return Counter({int(key): count for key, count in value.items()})
-    if isinstance(own, Mapping) and isinstance(value, Mapping):
-        return {key: _like(entry, own.get(key)) for key, entry in value.items()}
-    if isinstance(own, (list, tuple)) and isinstance(value, (list, tuple)) and len(own) == len(value):
-        return type(own)(_like(entry, other) for entry, other in zip(value, own, strict=True))
-    return value
 
 
 def learning_rates(config: OptimizerConfig, scheduler: Schedule | None) -> LearningRates:

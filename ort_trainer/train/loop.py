@@ -17,6 +17,7 @@ from ..core.errors import ValueBranchError, shown
 from ..core.indices import check_indices
 from ..core.interrupts import uninterrupted
 from ..core.optimizer_keys import STEP, UPDATE_COUNT
+from ..core.threads import OneThread
 from ..engine import Check, Executor, Plan
 from ..engine.ownership import owned_dtype
 from ..export import BORROWED, ModelSource
@@ -38,7 +39,7 @@ from .padding import PaddingCheck
 from .precision import FiniteLosses, choose_precision
 from .step_graphs import StepGraphs
 from .strategy import AccumulationWindow, Arrival, Meeting, Share, Strategy
-from .transaction import Transaction, outside_inference_mode
+from .transaction import Transaction, in_transaction
 from .user_objects import claim
 from .verify import StepVerifier
 
@@ -72,6 +73,7 @@ class TrainingLoop:
         strategy: How several processes work together; None for one process.
 
     Attributes:
+        one_thread: Refuses transactions of a second thread.
         source, config, options, device: As given.
         graphs: The description and the graphs.
         window: The micro-batches since the last update.
@@ -95,6 +97,7 @@ class TrainingLoop:
         device: torch.device,
         strategy: Strategy | None = None,
     ) -> None:
+        self.one_thread = OneThread(f"the trainer of {source.name}")
         self.source, self.config, self.options = source, config, options
         self.device = device
         check_graph_paths(options.debug.graph_save_paths.to_dict())
@@ -213,7 +216,7 @@ class TrainingLoop:
         if state.optimization_step is not None:
             info.optimization_step = state.optimization_step
 
-    @outside_inference_mode
+    @in_transaction
     def export(self, sample_batch: Any = None) -> None:
         """Exports the model before the first step; see ``ORTTrainer.prepare``."""
         batch = self.graphs.bind((self.graphs.blank_batch() if sample_batch is None else sample_batch,), {})

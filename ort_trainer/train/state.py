@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy as copying
 import hashlib
 import json
@@ -21,6 +22,7 @@ from ..state.bfloat16 import array_of, tensor_of
 from ..state.state import Array, State
 from ..state.state_dict import read, to_state_dict
 from .strategy import Meeting, Strategy, check_done, together
+from .transaction import in_transaction
 
 if TYPE_CHECKING:
     from .loop import TrainingLoop
@@ -35,11 +37,13 @@ __all__ = [
 ]
 
 
+@in_transaction
 def collect(loop: TrainingLoop) -> dict[str, Any]:
     """Returns a copy of the complete state in the layout of ``ORTTrainer.state_dict()``."""
     return to_state_dict(gather(loop, loop.meet("state")), copy=True)
 
 
+@in_transaction
 def save(loop: TrainingLoop, include_optimizer: bool, write: Callable[[State], None]) -> None:
     """Gathers the state of all processes, and writes it in one of them; the others wait until it is done.
 
@@ -57,6 +61,7 @@ def save(loop: TrainingLoop, include_optimizer: bool, write: Callable[[State], N
     together(loop.strategy, "save", lambda: write(gathered) if is_writer else None)
 
 
+@in_transaction
 def follow(loop: TrainingLoop) -> str:
     """Joins the other processes' next operation, with the rest of a window or nothing; returns its kind.
 
@@ -79,6 +84,7 @@ def follow(loop: TrainingLoop) -> str:
         return meeting.kind
 
 
+@in_transaction
 def to_pytorch(loop: TrainingLoop) -> dict[str, torch.Tensor]:
     """Returns copies of all weights and buffers on the CPU, with names and dtypes as in ``model.state_dict()``."""
     executor, contents = loop.started(), loop.contents
@@ -89,6 +95,7 @@ def to_pytorch(loop: TrainingLoop) -> dict[str, torch.Tensor]:
     }
 
 
+@in_transaction
 def load(loop: TrainingLoop, given: Callable[[], Mapping[str, Any]], strict: bool, owned: bool = False) -> None:
     """Restores what :func:`collect` or :func:`to_pytorch` returned, or a PyTorch model's state dict.
 
@@ -100,35 +107,42 @@ def load(loop: TrainingLoop, given: Callable[[], Mapping[str, Any]], strict: boo
 
     Raises:
         RuntimeError: If names differ and ``strict`` is True; or if ``strict`` is False and no name matches.
-        TypeError, ValueError: If a value is invalid. Nothing has changed then, in any process.
+        TypeError, ValueError: If a value is invalid (CheckpointError: one of the user's scaler, schedule or optimizer).
+            Nothing has changed then, in any process.
         DistributedError: If another process failed to read it, or got a different state.
     """
+
+    precision, rates, config = loop.precision, loop.rates, loop.config
 
     def checked() -> tuple[Mapping[str, Any], State]:
         loop.started()  # raises if the user replaced tensors of the model by unusable ones
         state_dict = given()
-        return state_dict, read(state_dict if owned else copied(state_dict), loop.contents, loop.window, strict)
+        restored = read(state_dict if owned else copied(state_dict), loop.contents, loop.window, strict)
+        rates.check_state(restored.objects.get("lr_scheduler"), strict)
+        if "torch_optimizer" in restored.objects and isinstance(config, TorchOptimizerConfig):
+            restored.objects["torch_optimizer"] = config.read_state(restored.objects["torch_optimizer"])
+        return state_dict, restored
 
     state_dict, restored = together(loop.strategy, "load", checked)
     if loop.strategy.world_size > 1:
         _take_own(restored, loop.strategy, loop.contents.device)
-    precision, rates, config, objects = loop.precision, loop.rates, loop.config, restored.objects
+    objects = restored.objects
     own_scale, own_rates = precision.state_dict(), copying.deepcopy(rates.state_dict())
     if restored.window is not None and "window" in state_dict:
         _warn_of_difference("loss_scaler", own_scale, objects)
         _warn_of_difference("lr_scheduler", own_rates, objects)
-    with uninterrupted():
+    with uninterrupted(), contextlib.ExitStack() as undo:
         precision.load_state_dict(objects.get("loss_scaler"), strict)
-        try:
-            rates.load_state_dict(objects.get("lr_scheduler"), strict)
-            if "torch_optimizer" in objects and isinstance(config, TorchOptimizerConfig):
-                config.load_state_dict(objects["torch_optimizer"])
-            if restored.outside:
-                loop.source.load_carried({name: _unstored(name, entry) for name, entry in restored.outside.items()})
-        except BaseException:
-            precision.load_state_dict(own_scale, strict=True)
-            rates.load_state_dict(own_rates, strict=True)
-            raise
+        undo.callback(precision.load_state_dict, own_scale, strict=True)
+        rates.load_state_dict(objects.get("lr_scheduler"), strict)
+        undo.callback(rates.load_state_dict, own_rates, strict=True)
+        if restored.outside:
+            carried = loop.source.carried()
+            loop.source.load_carried({name: _unstored(name, entry) for name, entry in restored.outside.items()})
+            undo.callback(loop.source.load_carried, carried)
+        if "torch_optimizer" in objects and isinstance(config, TorchOptimizerConfig):
+            config.load_state_dict(objects["torch_optimizer"])
+        undo.pop_all()
         loop.restore(restored)
 
 

@@ -10,13 +10,14 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from ..core.interrupts import uninterrupted
+from ..core.threads import OneThread
 from ..engine import Executor
 from ..export import ModelSource
 from ..optim.step_info import TrainStepInfo
 from ..step import Step
 from .strategy import Strategy
 
-__all__ = ["Transaction", "outside_inference_mode"]
+__all__ = ["Transaction", "in_transaction", "outside_inference_mode"]
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -25,15 +26,17 @@ class _Loop(Protocol):
     info: TrainStepInfo
     source: ModelSource
     strategy: Strategy
+    one_thread: OneThread
 
 
 class Transaction(uninterrupted):
     """A context that a step enters, begins and commits.
 
-    From its start, the step runs outside ``torch.inference_mode``, because later steps could not change inference
-    tensors. It may still refuse the batch, and be interrupted. From :meth:`begin` on, signals wait until the end, and
-    an error before :meth:`commit` restores the counters, buffers and random state. (An update divides and clips the
-    window's gradients in place, so if it fails, all of them are dropped, including those of earlier micro-batches.)
+    No other thread may be in a transaction of the loop. From its start, the step runs outside ``torch.inference_mode``,
+    because later steps could not change inference tensors. It may still refuse the batch, and be interrupted. From
+    :meth:`begin` on, signals wait until the end, and an error before :meth:`commit` restores the counters, buffers and
+    random state. (An update divides and clips the window's gradients in place, so if it fails, all of them are dropped,
+    including those of earlier micro-batches.)
 
     Args:
         loop: Runs the step.
@@ -47,6 +50,7 @@ class Transaction(uninterrupted):
         self._handlers = {}
 
     def __enter__(self) -> Transaction:
+        self._is_outermost = self._loop.one_thread.enter()
         if torch.is_inference_mode_enabled():
             self._outside = torch.inference_mode(False)
             self._outside.__enter__()
@@ -91,6 +95,8 @@ class Transaction(uninterrupted):
                 self._loop.strategy.failed(value)
             if self._outside is not None:
                 self._outside.__exit__(kind, value, tb)
+            if self._is_outermost:
+                self._loop.one_thread.leave()
 
     def _put_back(
         self, executor: Executor, step: int, all_finite: bool, state: Any, buffers: dict[str, torch.Tensor]
@@ -103,8 +109,19 @@ class Transaction(uninterrupted):
         self._loop.source.memory.publish(buffers)
 
 
+def in_transaction(method: Method) -> Method:
+    """Runs a method that is no step in a transaction, of the loop that its object is or has."""
+
+    @functools.wraps(method)
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with Transaction(getattr(self, "_loop", self), joint=False):
+            return method(self, *args, **kwargs)
+
+    return wrapped  # type: ignore[return-value]
+
+
 def outside_inference_mode(method: Method) -> Method:
-    """Runs a method that is no step outside ``torch.inference_mode``, as :class:`Transaction` does with steps."""
+    """Runs a function outside ``torch.inference_mode``, as :class:`Transaction` does with steps."""
 
     @functools.wraps(method)
     def wrapped(*args: Any, **kwargs: Any) -> Any:

@@ -11,7 +11,7 @@ from ..core.errors import shown
 from ..engine import Executor
 from ..step import Step
 from .loop import GRADIENT_WEIGHT, TrainingLoop
-from .transaction import outside_inference_mode
+from .transaction import in_transaction
 
 if TYPE_CHECKING:
     from ..engine.ort import InferenceSession
@@ -41,7 +41,7 @@ class TwoStepSession:
         """Returns the names of the outputs, in the order in which steps return them; the same in both modes."""
         return list(self._loop.description.output_names)
 
-    @outside_inference_mode
+    @in_transaction
     def train_step(
         self, inputs: Sequence[Any], *, names: Sequence[str] | None = None, gradient_weight: float | None = None
     ) -> list[torch.Tensor]:
@@ -88,6 +88,7 @@ class TwoStepSession:
         """Drops the gradients and ends the window, as ``ORTTrainer.lazy_reset_grad``."""
         self._loop.lazy_reset_grad()
 
+    @in_transaction
     def set_learning_rate(self, *learning_rates: float) -> None:
         """Sets the learning rates of the optimizer config for coming updates; checkpoints do not include them.
 

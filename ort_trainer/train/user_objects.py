@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from ..core.errors import CheckpointError
 from ..state.differences import compare_keys
 from ..state.state import HasState
 
@@ -55,7 +56,7 @@ def load_state(thing: HasState, state: Mapping[str, Any], key: str, strict: bool
 
     Raises:
         RuntimeError: If keys differ and ``strict`` is True.
-        ValueError: If the object rejects the state.
+        CheckpointError: If the object rejects the state.
     """
     own = thing.state_dict()
     compare_keys(own, state, strict, f"state_dict[{key}]")
@@ -63,6 +64,6 @@ def load_state(thing: HasState, state: Mapping[str, Any], key: str, strict: bool
         thing.load_state_dict(dict(state) if strict else {**own, **state})
     except Exception as error:
         thing.load_state_dict(own)
-        if not isinstance(error, (KeyError, TypeError, ValueError)):
+        if not isinstance(error, (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)):
             raise
-        raise ValueError(f"state_dict[{key}] is invalid for {type(thing).__name__}: {error!r}") from error
+        raise CheckpointError(f"state_dict[{key}] is invalid for {type(thing).__name__}: {error!r}") from error

@@ -68,7 +68,7 @@ def test_inputs_that_may_be_left_out() -> None:
         ((X, Y, Z), {"w": Z}, TypeError, r"unknown inputs \['w'\]"),
         ((X, Y, Z), {"x": X}, TypeError, r"inputs \['x'\] were given both by position and by name"),
         (([0.0], Y, Z), {}, TypeError, "input 'x' must be a torch.Tensor or a numpy array, but a list"),
-        ((X.to_sparse(), Y, Z), {}, TypeError, r"must be a dense tensor.*to_dense\(\)"),
+        ((X.to_sparse(), Y, Z), {}, TypeError, r"must be an ordinary tensor.*to_dense\(\)"),
         ((X[0], Y, Z), {}, ValueError, "input 'x' has 1 dimensions.*says 2"),
         ((X[:, :2], Y, Z), {}, ValueError, "input 'x' has size 2 in dimension 1, but the model description says 3"),
         ((X[:3], Y, Z), {}, ValueError, "Mismatch in dynamic shape batch: it is 3 in input 'x' and 4 in input 'y'"),

@@ -80,7 +80,6 @@ class History(RuleBasedStateMachine):
         """Makes another model and trainer, as another process would."""
         self.model = Net()
         self.model.load_state_dict({name: value.clone() for name, value in self.theirs.state_dict().items()})
-        self.take_settings()
         config, own = OPTIMIZERS[self.kind]
         self.own = None if config else own(self.model.parameters())
         self.trainer = ORTTrainer(
@@ -93,6 +92,7 @@ class History(RuleBasedStateMachine):
                 "utils": {"grad_norm_clip": False, "kernels": self.kernels},
             },
         )
+        self.take_settings()
 
     def take_settings(self) -> None:
         """Gives our model what a script sets by itself."""

@@ -21,6 +21,7 @@ from ...engine.ort import SessionOptions
 from ...export.onnx import describe_onnx, load_onnx_model, shape_of
 from ...options import ORTTrainerOptions
 from ...train.batch import to_tensor
+from ...train.transaction import Transaction
 from ...trainer import ORTTrainer
 from .flat_state import flat_state_dict, load_flat_state_dict
 from .io_binding import IOBinding, check_binding, to_ort_value, to_torch
@@ -443,7 +444,8 @@ class TrainingSession(TrainerSession):
             raise ValueError(f"unknown outputs {unknown}: the outputs are {known}")
         own = [name for name in dict.fromkeys(names) if name in self._model.outputs]
         if training:
-            results = self._train(feed, own, names, run_options, binding)
+            with Transaction(self._trainer.loop, joint=False):
+                results = self._train(feed, own, names, run_options, binding)
         elif set(own) < set(names):
             raise ValueError(f"outputs {sorted(set(names) - set(own))} exist in training only")
         else:

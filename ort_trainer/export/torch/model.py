@@ -12,6 +12,7 @@ from torch.nn.parameter import is_lazy
 from ...core.signatures import signature_of
 from ...engine.ort import has_cuda, maximum_opset
 from ...engine.ownership import shared_groups
+from ...engine.torch_memory import freed_tensors
 from ...optim import OptimizerConfig
 from ...optim.torch_optimizer import TorchOptimizerConfig
 from ...options import ModelDescription, ORTTrainerOptions
@@ -288,6 +289,12 @@ def _check_model(model: nn.Module) -> None:
         raise ValueError(
             f"{meta[:3]} of {name} are on the meta device and have no values yet: initialize the model first, with "
             "model.to_empty(device='cpu') and its initialization, or model.load_state_dict(..., assign=True)"
+        )
+    freed = freed_tensors(tensors)
+    if freed:
+        raise ValueError(
+            f"the storage of {freed[:3]} of {name} was freed (untyped_storage().resize_(0)), as FSDP does between two "
+            "uses: give the trainer a model with all its values"
         )
     frozen = [key for key, tensor in tensors if tensor.is_inference()]
     if frozen:
