@@ -77,14 +77,6 @@ def test_sessions_are_registered_together() -> None:
     assert not hasattr(onnxruntime, "TrainingSession")
 
 
-def test_the_c_classes_say_what_to_use_instead(installed: None) -> None:
-    state = importlib.import_module("onnxruntime.capi._pybind_state")
-    with pytest.raises(NotImplementedError, match="use ort_trainer.TrainingSession, whose constructor reads the model"):
-        state.TrainingSession()
-    with pytest.raises(NotImplementedError, match="TrainingConfigurationResult, .* has the result's loss_scale_inp"):
-        state.TrainingConfigurationResult()
-
-
 def test_an_ortmodule_is_available(installed: None) -> None:
     training = importlib.import_module("onnxruntime.training")
     found = importlib.import_module("onnxruntime.training.ortmodule")

@@ -110,11 +110,6 @@ def test_every_option_has_a_row() -> None:
     assert set(leaves(load_schema("trainer_options"))) <= {old for old, _, _ in OPTIONS}
 
 
-def test_a_refused_parameter_is_refused() -> None:
-    with pytest.raises(TypeError, match="_validate"):
-        ORTTrainerOptions({}, _validate=True)  # type: ignore[call-arg]
-
-
 def test_the_migration_page_has_every_defect() -> None:
     page = (HERE.parent.parent / "docs" / "migration.md").read_text()
     rows = re.findall(r"^\| (\d+b?) \| (.+) \| (.+) \| (.+) \|$", page, re.MULTILINE)
