@@ -54,6 +54,7 @@ __all__ = [
     "preload",
     "process_undisturbed",
     "profiling",
+    "provider_failure",
     "providers_for",
     "require_engine",
     "resolve_device",
@@ -488,6 +489,15 @@ def training_bindings() -> Any:
             "onnxruntime-training-cpu==1.19.2; or train the model with ORTTrainer, which works with any ONNX Runtime"
         )
     return bindings
+
+
+def provider_failure() -> type[Exception]:
+    """Returns the class of the errors that tell of a failed execution provider."""
+    engine()
+    from onnxruntime.capi import onnxruntime_pybind11_state as bindings
+
+    failure: type[Exception] = bindings.EPFail
+    return failure
 
 
 def to_ort_value(array: np.ndarray[Any, Any], device: Device) -> OrtValue:

@@ -434,6 +434,11 @@ def file_of(properties: dict[str, Any], folder: Path) -> bool:
     return (folder / "written.onnx").is_file()
 
 
+def moments_of(properties: dict[str, Any], _: Path) -> float:
+    """Returns the sum of a moment."""
+    return float(runs(session_of(properties)).get_optimizer_state()["fc1.weight"]["Moment_1"].astype("float64").sum())
+
+
 def programs_of(properties: dict[str, Any], _: Path) -> set[str]:
     """Returns the programs that compute the step, which compute values again or keep them."""
     return set(session_of(properties)._trainer.session.graphs(True)[0].programs.values())
@@ -480,6 +485,7 @@ PROPERTIES: dict[str, Effect] = {
     "set_gradients_as_graph_outputs": Effect(True, names_of),
     "set_optimizer_initial_state": Effect(MOMENTS, state_of),
     "training_optimizer_name": Effect("LambOptimizer", trained),
+    "use_fp16_moments": Effect(True, moments_of),
     "use_memory_efficient_gradient": Effect(True, programs_of),
     "use_mixed_precision": Effect(True, names_of),
     "weights_not_to_train": Effect({"fc1.weight"}, state_of),
