@@ -7,10 +7,11 @@ from typing import Any
 import ort_trainer
 
 from .. import amp
-from ..engine.ort import engine, training_bindings
+from ..engine.ort import engine
 from ..optim import lr_scheduler
 from ..options import ModelDescription
 from . import c_session, checkpoint, older_api, onnxblock, options, ort_module
+from .gradient_graph import GradientGraphBuilder
 from .modules import is_changed, module_named, put_in_place, restore, set_name
 from .options import ASSERTED, ORTTrainerOptions, PropagateCastOpsStrategy, raising, set_cuda_mem_limit
 from .trainer import ORTTrainer, TrainingSession
@@ -20,13 +21,6 @@ __all__ = ["install_all", "uninstall_all"]
 
 def _is_ortmodule_available() -> bool:
     return True
-
-
-class GradientGraphBuilder:
-    """Replaces onnxruntime-training's class for differentiating ONNX graphs, which the stock engine lacks."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        training_bindings()  # raises an error that says what to install
 
 
 # Module -> names to set, which replace those of onnxruntime-training.

@@ -60,7 +60,6 @@ __all__ = [
     "resolve_device",
     "session_options",
     "to_ort_value",
-    "training_bindings",
 ]
 
 _log = logging.getLogger(__name__)
@@ -470,25 +469,6 @@ def element_type(kind: str) -> str:
     """Returns NumPy's name of the element type in ONNX Runtime's name of a type: float32 for ``tensor(float)``."""
     found = kind.removeprefix("tensor(").removesuffix(")")
     return {"float": "float32", "double": "float64"}.get(found, found)
-
-
-def training_bindings() -> Any:
-    """Returns the part of ONNX Runtime that differentiates ONNX graphs.
-
-    Raises:
-        RuntimeError: If the installed distribution is not onnxruntime-training.
-    """
-    onnxruntime = engine()
-    # The bindings' own module: compat adds names to _pybind_state, which only re-exports them.
-    from onnxruntime.capi import onnxruntime_pybind11_state as bindings
-
-    if not hasattr(bindings, "GradientGraphBuilder"):
-        raise RuntimeError(
-            f"only onnxruntime-training differentiates ONNX graphs, but ONNX Runtime {onnxruntime.__version__} is "
-            "installed without training: with Python up to 3.12, uninstall onnxruntime and install "
-            "onnxruntime-training-cpu==1.19.2; or train the model with ORTTrainer, which works with any ONNX Runtime"
-        )
-    return bindings
 
 
 def provider_failure() -> type[Exception]:
