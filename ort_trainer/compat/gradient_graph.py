@@ -73,21 +73,22 @@ class GradientGraphBuilder:
                 "the model draws random numbers, which only onnxruntime-training's graphs do by themselves: set the "
                 "ratio of Dropout to 0, or train the model with ORTTrainer"
             )
-        assert step.loss_scale is not None
-        factor = f"{self._loss}_grad"
-        with_factor = replace(step, state={**step.state, factor: step.loss_scale.name})
-        others = {**executor.buffers, **executor.outside, factor: torch.ones(step.loss_scale.shape or ())}
-        model = with_weights(with_factor, executor.parameters, others, list(step.gradients))
+        scale, factor = step.loss_scale, f"{self._loss}_grad"
+        assert scale is not None
+        one = torch.ones([int(size) for size in scale.shape or ()], dtype=getattr(torch, scale.dtype))
+        step = replace(step, state={**step.state, factor: scale.name})
+        others = {**executor.buffers, **executor.outside, factor: one}
+        model = with_weights(step, executor.parameters, others, list(step.gradients))
         model = prune(model, [*(spec.name for spec in step.outputs), *step.gradients.values()])
         del model.metadata_props[WEIGHTS]
-        names = {step.loss_scale.name: factor, **{to: f"{name}_grad" for name, to in step.gradients.items()}}
+        names = {scale.name: factor, **{to: f"{name}_grad" for name, to in step.gradients.items()}}
         for value in [*model.graph.initializers.values(), *model.graph.outputs]:
             value.name = names.get(str(value.name), value.name)
         self._result = to_proto(model)
 
     def get_model(self) -> bytes:
         """Returns the model with gradients, serialized."""
-        return self._built().SerializeToString()
+        return bytes(self._built().SerializeToString())
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the model with gradients; replaces an existing file."""
