@@ -239,8 +239,8 @@ def checkpoint(world: World) -> None:
     assert_same_state(trainer.state_dict(), state)
     with pytest.raises(FileExistsError):
         trainer.save_checkpoint(path)
-    trainer.save_checkpoint(path + "2", {"epoch": 3, "best": [0.5]})
-    assert trainer.load_checkpoint(path + "2") == {"epoch": 3, "best": [0.5]}
+    trainer.save_checkpoint(path + "2", {"epoch": 3, "seen": {(1, 2)}})
+    assert trainer.load_checkpoint(path + "2") == {"epoch": 3, "seen": {(1, 2)}}
 
 
 @checks(*(f"{TRAINING}ORTTrainerOptions{part}" for part in ("", "(options)", "(_validate)")))
