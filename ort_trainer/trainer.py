@@ -575,8 +575,8 @@ class ORTTrainer:
 
         Args:
             path: A path, or an open binary file.
-            user_dict: Your own values, which :meth:`load_checkpoint` returns: dicts with str keys, lists, numbers,
-                strings, bools, None, tensors and numpy arrays. (Tuples become lists.)
+            user_dict: Your own values, which :meth:`load_checkpoint` returns: dicts, lists, tuples, sets, numbers,
+                strings, bytes, bools, None, tensors and numpy arrays.
             include_optimizer_states: Whether to write moments and accumulated gradients too.
             overwrite: Whether to replace an existing file.
 

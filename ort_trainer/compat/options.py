@@ -113,6 +113,7 @@ class ORTTrainerOptions(ort_trainer.ORTTrainerOptions):
 
     Args:
         options: The settings.
+        _validate: Of legacy's internal use. The settings are validated in any case.
 
     Raises:
         TypeError: If ``options`` is not a mapping.
@@ -121,7 +122,7 @@ class ORTTrainerOptions(ort_trainer.ORTTrainerOptions):
 
     _original_opts: dict[str, Any]
 
-    def __init__(self, options: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, options: Mapping[str, Any] | None = None, _validate: bool = True) -> None:
         super().__init__(_with_legacy_defaults(options))
         vars(self)["_original_opts"] = {} if options is None else dict(options)
         self._add_spellings()

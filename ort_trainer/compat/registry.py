@@ -7,10 +7,11 @@ from typing import Any
 import ort_trainer
 
 from .. import amp
-from ..engine.ort import engine, training_bindings
+from ..engine.ort import engine
 from ..optim import lr_scheduler
 from ..options import ModelDescription
-from . import checkpoint, older_api, onnxblock, options, ort_module
+from . import c_session, checkpoint, older_api, onnxblock, options, ort_module
+from .gradient_graph import GradientGraphBuilder
 from .modules import is_changed, module_named, put_in_place, restore, set_name
 from .options import ASSERTED, ORTTrainerOptions, PropagateCastOpsStrategy, raising, set_cuda_mem_limit
 from .trainer import ORTTrainer, TrainingSession
@@ -20,25 +21,6 @@ __all__ = ["install_all", "uninstall_all"]
 
 def _is_ortmodule_available() -> bool:
     return True
-
-
-def _refused_class(name: str, instead: str) -> type:
-    """Returns a substitute for a C class of ONNX Runtime, whose constructor raises an error."""
-
-    def refuse(*args: Any, **kwargs: Any) -> None:
-        raise NotImplementedError(
-            f"onnxruntime.capi._pybind_state.{name}, a C class behind onnxruntime.TrainingSession, is not supported: "
-            f"use ort_trainer.TrainingSession, {instead}"
-        )
-
-    return type(name, (), {"__init__": refuse})
-
-
-class GradientGraphBuilder:
-    """Replaces onnxruntime-training's class for differentiating ONNX graphs, which the stock engine lacks."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        training_bindings()  # raises an error that says what to install
 
 
 # Module -> names to set, which replace those of onnxruntime-training.
@@ -79,12 +61,7 @@ _NAMES: dict[str, dict[str, Any]] = {
     "onnxruntime.training.orttrainer_options": {"ORTTrainerOptions": ORTTrainerOptions},
     "onnxruntime.training.model_desc_validation": {"_ORTTrainerModelDesc": ModelDescription},
     "onnxruntime.capi._pybind_state": {
-        "TrainingSession": _refused_class(
-            "TrainingSession", "whose constructor reads the model (load_model, read_bytes)"
-        ),
-        "TrainingConfigurationResult": _refused_class(
-            "TrainingConfigurationResult", "which has the result's loss_scale_input_name"
-        ),
+        **{name: getattr(c_session, name) for name in c_session.__all__},
         "TrainingParameters": ort_trainer.TrainingParameters,
         "set_cuda_mem_limit": set_cuda_mem_limit,
     },

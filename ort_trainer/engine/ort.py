@@ -54,12 +54,12 @@ __all__ = [
     "preload",
     "process_undisturbed",
     "profiling",
+    "provider_failure",
     "providers_for",
     "require_engine",
     "resolve_device",
     "session_options",
     "to_ort_value",
-    "training_bindings",
 ]
 
 _log = logging.getLogger(__name__)
@@ -471,23 +471,13 @@ def element_type(kind: str) -> str:
     return {"float": "float32", "double": "float64"}.get(found, found)
 
 
-def training_bindings() -> Any:
-    """Returns the part of ONNX Runtime that differentiates ONNX graphs.
-
-    Raises:
-        RuntimeError: If the installed distribution is not onnxruntime-training.
-    """
-    onnxruntime = engine()
-    # The bindings' own module: compat adds names to _pybind_state, which only re-exports them.
+def provider_failure() -> type[Exception]:
+    """Returns the class of the errors that tell of a failed execution provider."""
+    engine()
     from onnxruntime.capi import onnxruntime_pybind11_state as bindings
 
-    if not hasattr(bindings, "GradientGraphBuilder"):
-        raise RuntimeError(
-            f"only onnxruntime-training differentiates ONNX graphs, but ONNX Runtime {onnxruntime.__version__} is "
-            "installed without training: with Python up to 3.12, uninstall onnxruntime and install "
-            "onnxruntime-training-cpu==1.19.2; or train the model with ORTTrainer, which works with any ONNX Runtime"
-        )
-    return bindings
+    failure: type[Exception] = bindings.EPFail
+    return failure
 
 
 def to_ort_value(array: np.ndarray[Any, Any], device: Device) -> OrtValue:

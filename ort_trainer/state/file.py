@@ -45,6 +45,11 @@ _PICKLES = (b"PK\x03\x04", b"\x80\x02\x8a\x0a")  # torch.save: a zip file, or be
 _TENSOR = "$tensor"
 _ARRAY = "$array"
 _DICT = "$dict"
+# In the user's dict, also for a dict with other keys, or for a value of one of these types.
+_PAIRS = "$pairs"
+_BYTES = "$bytes"
+_COLLECTIONS: dict[str, type] = {"$tuple": tuple, "$set": set, "$frozenset": frozenset}
+_WITH_TYPES = 3  # the version of a file that has any of these; earlier versions of this package refuse it
 
 
 def save_checkpoint_file(
@@ -59,7 +64,8 @@ def save_checkpoint_file(
     Args:
         file: A path, or an open binary file.
         state: The trainer's state dict.
-        user_dict: The user's own values: JSON values, tensors and arrays.
+        user_dict: The user's own values: dicts, lists, tuples, sets, numbers, strings, bytes, bools, None, tensors and
+            arrays.
         overwrite: Whether to replace an existing file.
         parts: More dicts of this package's own, by name; :func:`read_parts` returns them.
 
@@ -71,13 +77,16 @@ def save_checkpoint_file(
         raise TypeError(f"user_dict must be a dict, but a {type(user_dict).__name__} was given")
     tensors: dict[str, torch.Tensor] = {}
     seen: dict[int, str] = {}
+    kinds: set[str] = set()
     manifest = {
         "format": _FORMAT,
         "version": VERSION,
         "state": encode(state, "state", tensors, seen),
-        "user": encode(user_dict, "user", tensors, seen),
+        "user": encode(user_dict, "user", tensors, seen, kinds),
         **{name: encode(part, name, tensors, seen) for name, part in (parts or {}).items()},
     }
+    if kinds:
+        manifest["version"] = _WITH_TYPES
     metadata = {"manifest": json.dumps(manifest)}
     stored = {name: as_stored(tensor) for name, tensor in tensors.items()}
     if not isinstance(file, (str, os.PathLike)):
@@ -224,7 +233,7 @@ def _read(file: BinaryIO, name: str, parts: Sequence[str], default: Any) -> list
                 "ort_trainer.api, use load_state_dict(ort_trainer.artifacts.trainer_state_dict(path)); 'ort-trainer "
                 "convert SOURCE TARGET --to trainer' converts it, or a file of weights alone"
             )
-        check_version(manifest.get("version"), header, name)
+        check_version(manifest.get("version"), header, name, _WITH_TYPES)
         kept = [manifest.get(part, default) for part in parts]
         wanted = referenced(kept)
         read = read_tensors(file, header, name, [key for key in header.tensors if key in wanted])
@@ -239,7 +248,9 @@ def _read(file: BinaryIO, name: str, parts: Sequence[str], default: Any) -> list
     return found
 
 
-def encode(value: Any, path: str, tensors: dict[str, torch.Tensor], seen: dict[int, str]) -> Any:
+def encode(
+    value: Any, path: str, tensors: dict[str, torch.Tensor], seen: dict[int, str], kinds: set[str] | None = None
+) -> Any:
     """Returns a value as JSON, with its tensors moved into ``tensors``.
 
     Args:
@@ -247,6 +258,8 @@ def encode(value: Any, path: str, tensors: dict[str, torch.Tensor], seen: dict[i
         path: Path of the value, for names and errors.
         tensors: Receives the tensors by new names.
         seen: id of a tensor -> its name, so that a tensor in several places is stored once.
+        kinds: If given, the value may also contain dicts with other keys, sets and bytes, and tuples are kept apart
+            from lists; receives which of these there are.
 
     Raises:
         TypeError: If the value contains anything else; the message has its path.
@@ -261,21 +274,36 @@ def encode(value: Any, path: str, tensors: dict[str, torch.Tensor], seen: dict[i
             tensors[name] = _plain(value, path)
         return {kind: seen[id(value)]}
     if isinstance(value, Mapping):
-        for key in value:
-            if not isinstance(key, str):
-                raise TypeError(f"{path} has the key {key!r} of type {type(key).__name__}: keys must be str")
-        entries = {key: encode(entry, f"{path}/{key}", tensors, seen) for key, entry in value.items()}
+        other = [key for key in value if not isinstance(key, str)]
+        if other and kinds is None:
+            raise TypeError(f"{path} has the key {other[0]!r} of type {type(other[0]).__name__}: keys must be str")
+        if other:
+            pairs = [encode(pair, f"{path}/{pair[0]}", tensors, seen, kinds) for pair in map(list, value.items())]
+            return _of_kind(_PAIRS, pairs, kinds)
+        entries = {key: encode(entry, f"{path}/{key}", tensors, seen, kinds) for key, entry in value.items()}
         return {_DICT: entries} if any(key.startswith("$") for key in entries) else entries
-    if isinstance(value, (list, tuple)):
-        return [encode(entry, f"{path}/{index}", tensors, seen) for index, entry in enumerate(value)]
+    if isinstance(value, (list, tuple)) or (kinds is not None and isinstance(value, (set, frozenset))):
+        parts = [encode(entry, f"{path}/{index}", tensors, seen, kinds) for index, entry in enumerate(value)]
+        kind = next((kind for kind, found in _COLLECTIONS.items() if isinstance(value, found)), "")
+        return _of_kind(kind, parts, kinds)
+    if kinds is not None and isinstance(value, bytes):
+        return _of_kind(_BYTES, value.hex(), kinds)
     if isinstance(value, np.generic):
         value = value.item()
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
+    other_types = "dicts with str keys, lists, " if kinds is None else "dicts, lists, tuples, sets, bytes, "
     raise TypeError(
-        f"{path} is a {type(value).__name__}, which a checkpoint can't hold: it can hold dicts with str keys, lists, "
-        "numbers, strings, bools, None, tensors and numpy arrays"
+        f"{path} is a {type(value).__name__}, which a checkpoint can't hold: it can hold {other_types}numbers, "
+        "strings, bools, None, tensors and numpy arrays"
     )
+
+
+def _of_kind(kind: str, parts: Any, kinds: set[str] | None) -> Any:
+    if not kind or kinds is None:
+        return parts
+    kinds.add(kind)
+    return {kind: parts}
 
 
 def _plain(value: torch.Tensor | np.ndarray[Any, Any], path: str) -> torch.Tensor:
@@ -320,6 +348,12 @@ def decode(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
                     f"the checkpoint is damaged: its manifest names the tensor {inner!r}, which is missing"
                 )
             return tensors[inner] if key == _TENSOR else array_of(tensors[inner])
+        if key in _COLLECTIONS and isinstance(inner, list):
+            return _COLLECTIONS[key](decode(inner, tensors))
+        if key == _PAIRS and isinstance(inner, list):
+            return dict(decode(inner, tensors))
+        if key == _BYTES and isinstance(inner, str):
+            return bytes.fromhex(inner)
         if key == _DICT and isinstance(inner, dict):
             value = inner
     return {key: decode(entry, tensors) for key, entry in value.items()}

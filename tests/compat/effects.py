@@ -33,7 +33,7 @@ from ort_trainer import (
     optim,
 )
 
-from ..export.torch.test_recompute import DESC, Encoder, batches
+from ..export.torch.test_recompute import DESC, Encoder, batches, onnx_layers
 from ..helpers import MLP, mlp_batches, mlp_trainer
 
 RATE = "Learning_Rate"
@@ -434,9 +434,19 @@ def file_of(properties: dict[str, Any], folder: Path) -> bool:
     return (folder / "written.onnx").is_file()
 
 
+def moments_of(properties: dict[str, Any], _: Path) -> float:
+    """Returns the sum of a moment."""
+    return float(runs(session_of(properties)).get_optimizer_state()["fc1.weight"]["Moment_1"].astype("float64").sum())
+
+
 def programs_of(properties: dict[str, Any], _: Path) -> set[str]:
     """Returns the programs that compute the step, which compute values again or keep them."""
     return set(session_of(properties)._trainer.session.graphs(True)[0].programs.values())
+
+
+def programs_of_layers(properties: dict[str, Any], _: Path) -> set[str]:
+    session = session_of(properties, onnx_layers().SerializeToString())
+    return set(session._trainer.session.graphs(True)[0].programs.values())
 
 
 def refused(properties: dict[str, Any], _: Path) -> str:
@@ -459,8 +469,6 @@ PROPERTIES: dict[str, Effect] = {
             "deepspeed_zero_stage": 1,
             "enable_adasum": True,
             "gelu_recompute": True,
-            "number_recompute_layers": 1,
-            "transformer_layer_recompute": True,
             "world_rank": 1,
             "world_size": 2,
         }.items()
@@ -475,11 +483,14 @@ PROPERTIES: dict[str, Effect] = {
         f"model_{key}_path": Effect(InFolder(), file_of)
         for key in ("after_graph_transforms", "with_gradient_graph", "with_training_graph")
     },
+    "number_recompute_layers": Effect(1, programs_of_layers, {"transformer_layer_recompute": True}),
     "optimizer_attributes_map": Effect({"fc1.weight": {"alpha": 0.1}}, trained),
     "optimizer_int_attributes_map": Effect({"fc1.weight": {"do_bias_correction": 0}}, trained),
     "set_gradients_as_graph_outputs": Effect(True, names_of),
     "set_optimizer_initial_state": Effect(MOMENTS, state_of),
     "training_optimizer_name": Effect("LambOptimizer", trained),
+    "transformer_layer_recompute": Effect(True, programs_of_layers),
+    "use_fp16_moments": Effect(True, moments_of),
     "use_memory_efficient_gradient": Effect(True, programs_of),
     "use_mixed_precision": Effect(True, names_of),
     "weights_not_to_train": Effect({"fc1.weight"}, state_of),

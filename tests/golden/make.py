@@ -26,6 +26,7 @@ import torch
 from ort_trainer import CheckpointManager, Position, optim
 from ort_trainer.core.sealed import DTYPES, read_header, read_tensors
 from ort_trainer.core.sealed import write as write_sealed
+from ort_trainer.state import save_checkpoint_file
 
 from ..upstream import artifacts as upstream_artifacts
 from .trainers import TRAINERS, _trainer, batch, losses_of_an_export, train, trained
@@ -50,7 +51,20 @@ def plain(value: Any) -> Any:
         return {str(key): plain(entry) for key, entry in value.items()}
     if hasattr(value, "__dataclass_fields__"):
         return {key: plain(getattr(value, key)) for key in value.__dataclass_fields__}
+    if isinstance(value, (set, frozenset, bytes)):
+        return repr(value)
     return [plain(entry) for entry in value] if isinstance(value, (list, tuple)) else value
+
+
+def _with_types(path: Path) -> None:
+    """A file whose user's dict has values of types that JSON lacks."""
+    user = {
+        "tuple": (1, (2.5, [3])),
+        "sets": [{"a"}, frozenset({(1, 2)})],
+        "bytes": b"\x00\xff",
+        "keys": {1: {None: ()}},
+    }
+    save_checkpoint_file(path, {"array": np.eye(2)}, {**user, "$set": {"$tuple": [torch.ones(2)]}})
 
 
 def _checkpoint(name: str) -> Callable[[Path], None]:
@@ -283,6 +297,7 @@ FILES: dict[str, Callable[[Path], None]] = {
     "trainer-2-managed.ortckpt": _managed,
     "trainer-2-fit.ortckpt": _fitted,
     "trainer-2-older-api.ortckpt": _of_the_older_api,
+    "trainer-3-types.ortckpt": _with_types,
     "trainer-1-adam.ortckpt": _as_version("trainer-2-adam.ortckpt", "manifest", 1),
     # Models of the training API by metadata format, and its checkpoints by version.
     "artifacts-2": _artifacts,

@@ -131,7 +131,7 @@ def test_the_numbers_in_a_file(name: str, tmp_path: Path) -> None:
         np.testing.assert_allclose(found["weights"][key]["values"], value["values"], rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", [n for n in FILES if n.startswith(f"trainer-{VERSION}") and "fit" not in n])
+@pytest.mark.parametrize("name", [n for n in FILES if n.startswith(("trainer-2", "trainer-3")) and "fit" not in n])
 def test_a_checkpoint_is_written_as_it_was_read(name: str) -> None:
     # Not that of a fit, which stores a tensor once that its state has in several places.
     found, file = read(name), io.BytesIO()

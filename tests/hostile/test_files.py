@@ -129,12 +129,12 @@ def test_headers_that_say_what_they_should_not(tmp_path: Path) -> None:
         tracemalloc.stop()
 
 
-@pytest.mark.parametrize("version", [3, 4, 99, 0, -1, "2", None, 2.5, [], True, 1 << 80])
+@pytest.mark.parametrize("version", [4, 5, 99, 0, -1, "2", None, 2.5, [], True, 1 << 80])
 def test_other_versions(version: Any, tmp_path: Path) -> None:
     manifest = {"format": "ort_trainer checkpoint", "version": version, "state": {}, "user": {}}
     path = tmp_path / "file"
     path.write_bytes(sealed({"manifest": manifest}))
-    newer = type(version) is int and version > 2
+    newer = type(version) is int and version > 3
     with pytest.raises(CheckpointError, match="so update ort_trainer" if newer else "has the checkpoint version"):
         load_checkpoint_file(path)
     newer = type(version) is int and version > 3
@@ -166,6 +166,8 @@ def test_other_versions(version: Any, tmp_path: Path) -> None:
                 {"state": {"a": {"$array": "eighth"}}, "user": {}},  # NumPy has no such type
                 {"state": {"$tensor": "t"}, "user": {}},
                 {"state": 7, "user": {"$dict": 7}},
+                *({"state": {}, "user": {"a": wrong}} for wrong in ({"$pairs": [1]}, {"$set": [[1]]}, {"$bytes": "x"})),
+                {"state": {}, "user": {"$tuple": []}},
             )
         ),
     ],

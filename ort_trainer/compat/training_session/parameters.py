@@ -22,6 +22,7 @@ from ...trainer import ORTTrainer
 __all__ = [
     "TrainingParameters",
     "check_rate_name",
+    "fallback_providers",
     "feed_of",
     "former_options",
     "frozen_of",
@@ -53,6 +54,7 @@ class TrainingParameters:
             this value is a constant and not trained.
         gradient_accumulation_steps: Runs per weight update.
         enable_grad_norm_clip: Whether gradients are clipped to ``max_norm_clip``.
+        use_fp16_moments: Whether the optimizer keeps its moments in 16 bits: in bfloat16, which has the range of fp32.
         use_mixed_precision: Whether matrix products and convolutions use fp16.
         loss_scale: The loss scale of mixed precision; 0 if it is fed as an input (``session.loss_scale_input_name``).
         set_gradients_as_graph_outputs: Whether to add the outputs ``<weight>_grad``: the window's gradients so far.
@@ -216,6 +218,13 @@ def _cuda_device(options: Mapping[str, Any]) -> str:
     return f"cuda:{index}"
 
 
+def fallback_providers(providers: Sequence[str]) -> list[str]:
+    """Returns the providers for a session whose first provider failed; none if that was the CPU."""
+    if not providers or providers[0] == _CPU:
+        return []
+    return [_CUDA, _CPU] if providers[0] != _CUDA and has_cuda() else [_CPU]
+
+
 def frozen_of(parameters: TrainingParameters, model: OnnxModel) -> list[str]:
     """Returns the weights that are not trained."""
     named = {
@@ -328,13 +337,13 @@ def options_of(
     sess_options: SessionOptions | None,
 ) -> dict[str, Any]:
     """Returns the parameters as options of a trainer, which reject unsupported settings."""
-    if parameters.use_fp16_moments:
-        raise ValueError("use_fp16_moments is not supported: exact training needs fp32 moments")
     if parameters.loss_scale < 0:
         raise ValueError(f"loss_scale must be at least 0, but {parameters.loss_scale} was given")
     settings: dict[str, Any] = {name: getattr(parameters, name) for name in _PLACES}
     if parameters.use_mixed_precision:
         settings["mixed_precision.loss_scaler"] = LossScaler(parameters.loss_scale or 1.0)
+    if parameters.use_fp16_moments:
+        settings["utils.moments"] = "bfloat16"
     if device:
         settings["device.id"] = device
     settings["utils.frozen_weights"] = frozen_of(parameters, model)

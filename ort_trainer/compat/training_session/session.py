@@ -15,9 +15,9 @@ import numpy as np
 import onnx_ir as ir
 import torch
 
-from ...core.errors import shown
+from ...core.errors import shown, warn
 from ...core.interrupts import uninterrupted
-from ...engine.ort import SessionOptions
+from ...engine.ort import SessionOptions, provider_failure
 from ...export.onnx import describe_onnx, load_onnx_model, shape_of
 from ...options import ORTTrainerOptions
 from ...train.batch import to_tensor
@@ -28,6 +28,7 @@ from .io_binding import IOBinding, check_binding, to_ort_value, to_torch
 from .parameters import (
     TrainingParameters,
     check_rate_name,
+    fallback_providers,
     feed_of,
     number_of,
     optimizer_of,
@@ -39,6 +40,7 @@ from .parameters import (
 __all__ = ["ModelMetadata", "NodeArg", "TrainerSession", "TrainingSession"]
 
 _ONNX_NAMES = {"float32": "float", "float64": "double"}
+_NO_VERSION = 2**63 - 1  # what ONNX Runtime returns for a model without one
 _ALL_FINITE = "all_gradients_finite"
 _LOSS_SCALES = ("loss_scale", "session_loss_scale", "session_loss_scale_")
 _STEPS = "the trainer's train_step() and eval_step() run it, and trainer.session runs their halves"
@@ -48,7 +50,7 @@ _ELSEWHERE = {
     "run_async": "call run() in a thread",
     "run_with_ortvaluevector": "call run_with_ort_values() or run_with_iobinding()",
     **dict.fromkeys(("load_model", "read_bytes"), "the constructor reads the model"),
-    **dict.fromkeys(("finalize", "__del__"), "there is nothing to finalize; memory is freed with the object"),
+    "finalize": "there is nothing to finalize; memory is freed with the object",
     **dict.fromkeys(("get_tuning_results", "set_tuning_results"), "no kernel is tuned"),
     "_sess": "there is no C session; the methods of this object are those that it had",
 }
@@ -77,7 +79,7 @@ class TrainerSession:
             domain=model.domain or "",
             description=model.doc_string or "",
             graph_description=model.graph.doc_string or "",
-            version=model.model_version or 0,
+            version=_NO_VERSION if model.model_version is None else model.model_version,
             custom_metadata_map=dict(model.metadata_props),
         )
 
@@ -275,6 +277,10 @@ class TrainingSession(TrainerSession):
         self._sess_options = sess_options
         super().__init__(self._make_trainer(providers, provider_options))
         self.loss_scale_input_name = self._scale_name if self._feeds_scale else ""
+        self._falls_back = False
+
+    def __del__(self) -> None:
+        """Does nothing: memory is freed with the object."""
 
     @property
     def _described_model(self) -> ir.Model:
@@ -361,20 +367,17 @@ class TrainingSession(TrainerSession):
         self._reset_session(providers, provider_options)
 
     def disable_fallback(self) -> None:
-        """Does nothing: a failure of an execution provider is always an error here."""
+        """Makes a failure of an execution provider an error again, as it is at first."""
+        self._falls_back = False
 
     def enable_fallback(self) -> None:
-        """Raises, because a step repeated on another provider would change gradients and buffers twice.
+        """Makes the next failure of an execution provider a warning.
 
-        Raises:
-            NotImplementedError: Always; after ``install()`` it is a warning.
+        The run is then repeated on CUDA, if another provider failed and there is a CUDA device, or else on the CPU, and
+        the session stays there. Only the first failure is handled so. A failed run has changed nothing, so no gradient
+        counts twice. With several processes a failure is an error, because the others have met it, too.
         """
-        message = (
-            "a training session can't fall back to another execution provider after a failure: choose another one with "
-            "set_providers()"
-        )
-        if not self._trainer.options.tolerates(message):
-            raise NotImplementedError(message)
+        self._falls_back = True
 
     def get_optimizer_state(self) -> dict[str, dict[str, Any]]:
         """Returns moments and update counts: weight -> ``Moment_1``, ``Moment_2``, ``Update_Count``."""
@@ -433,6 +436,24 @@ class TrainingSession(TrainerSession):
         feed: Mapping[str, torch.Tensor],
         run_options: Any,
         binding: IOBinding | None = None,
+    ) -> list[torch.Tensor]:
+        try:
+            return self._run_once(output_names, feed, run_options, binding)
+        except provider_failure() as error:
+            others = fallback_providers(self.get_providers())
+            if not self._falls_back or not others or self._trainer.loop.strategy.world_size > 1:
+                raise
+            warn(f"{self.get_providers()[0]} failed: {error}; the run is repeated on {others}, for good")
+            self.disable_fallback()
+            self.set_providers(others)
+            return self._run_once(output_names, feed, run_options, binding)
+
+    def _run_once(
+        self,
+        output_names: Sequence[str] | None,
+        feed: Mapping[str, torch.Tensor],
+        run_options: Any,
+        binding: IOBinding | None,
     ) -> list[torch.Tensor]:
         if isinstance(output_names, str):
             raise TypeError(f"output_names must be a list of names, but {shown(output_names)} was given")

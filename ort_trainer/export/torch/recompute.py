@@ -19,6 +19,7 @@ Random numbers are inputs of the graph, so a copy has the same dropout masks as 
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -63,6 +64,8 @@ _SOFTMAX = (aten._softmax.default, aten._safe_softmax.default, aten._log_softmax
 # Masks and noises, of 1 byte or as they are: kept, as drawing them again takes long.
 _DRAWN = (own.noise.default, own.noise.rate, own.draw_mask.default, own.draw_mask.rate)
 _DROPOUTS = (aten.mul.Tensor, own.apply_mask.default, own.apply_mask.rate)
+# The layer and the rest of the name of a weight in a submodule of a layer; the first number in it is the layer's.
+_WEIGHT_OF_LAYER = re.compile(r"((?:[^.\d][^.]*\.)*\d+)\.([^.]+\..+)")
 _NORMS = frozenset({aten.native_layer_norm.default, aten.rsqrt.default})
 
 
@@ -183,6 +186,7 @@ class _JointGraph:
         self.results = {*found.gradients.values()}
         drawn = (self.graph.find_nodes(op="call_function", target=operator) for operator in _DRAWN)
         self.random = frozenset(random).union(*drawn)
+        self.state = found.state
         # Always in memory: reading them again keeps nothing alive.
         self.free = {*found.state, *found.constants, *self.random}
         self.candidates = [
@@ -290,7 +294,8 @@ def _layers(graph: _JointGraph, model: nn.Module, count: int) -> dict[Node, str]
     """Returns the nodes of the layers to recompute, each with its layer.
 
     Layers are several modules of one class, each with submodules, in a ``ModuleList`` or ``Sequential``. If they are
-    nested, the outermost ones count.
+    nested, the outermost ones count. In an ONNX model, or beside a custom ``autograd.Function``, nodes are in no
+    modules, but weights have their names.
     """
     paths: set[str] = set()
     for name, container in model.named_modules():
@@ -305,14 +310,15 @@ def _layers(graph: _JointGraph, model: nn.Module, count: int) -> dict[Node, str]
             if path.removeprefix("model.") in paths:
                 layer_of[node] = key
                 break
+    layer_of = layer_of or _layers_by_weights(graph)
     # A layer that is called twice counts twice; nodes that only gradients need come late, so their order means nothing.
     layers = list(dict.fromkeys(key for node, key in layer_of.items() if node in graph.forward))
     if not layers:
         raise IdleOptionError(
             "graph_transformer.transformer_layer_recompute",
             "the graph has no layers. Layers are several modules of one "
-            "class, each with submodules, in a torch.nn.ModuleList or Sequential (a custom autograd.Function next to "
-            "them hides them). Leave the option out, or use torch.utils.checkpoint in forward(), which is recomputed "
+            "class, each with submodules, in a torch.nn.ModuleList or Sequential; of an ONNX model, what weights with "
+            "such names compute. Leave the option out, or use torch.utils.checkpoint in forward(), which is recomputed "
             "too",
         )
     if count > len(layers):
@@ -328,6 +334,39 @@ def _layers(graph: _JointGraph, model: nn.Module, count: int) -> dict[Node, str]
             "the graph has only one: leave the option out, or set graph_transformer.number_recompute_layers to 1",
         )
     return {node: key for node, key in layer_of.items() if key in chosen}
+
+
+def _layers_by_weights(graph: _JointGraph) -> dict[Node, str]:
+    """Returns the nodes of the layers whose weights have names like ``layers.0.norm.bias``, each with its layer.
+
+    A layer begins with the first node that uses one of its weights, and ends where the next one begins::
+
+        embedding -> norm (layers.0.norm) -> product -> add -> norm (layers.1.norm) -> product -> add -> head
+                     `------------ layers.0 ------------'      `------------ layers.1 -------------- ...
+    """
+    weights_of: dict[str, set[str]] = {}
+    for name in graph.state.values():
+        if match := _WEIGHT_OF_LAYER.fullmatch(name):
+            weights_of.setdefault(match[1], set()).add(match[2])
+    alike = Counter((layer.rpartition(".")[0], frozenset(weights)) for layer, weights in weights_of.items())
+    layers = {name for name, own in weights_of.items() if alike[name.rpartition(".")[0], frozenset(own)] > 1}
+    layer_of: dict[Node, str] = {}
+    current = ""
+    begun: set[str] = set()
+    for node in graph.candidates:
+        sources = node.all_input_nodes
+        if node not in graph.forward:  # only gradients need it: it belongs where its source does
+            if sources and sources[0] in layer_of:
+                layer_of[node] = layer_of[sources[0]]
+            continue
+        for source in sources:
+            match = _WEIGHT_OF_LAYER.fullmatch(graph.state.get(source, ""))
+            if match and match[1] in layers - begun:
+                current = match[1]
+                begun.add(current)
+        if current:
+            layer_of[node] = current
+    return layer_of
 
 
 def _attention_dropouts(graph: _JointGraph, random: Mapping[Node, RandomInput]) -> dict[Node, Node]:

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from ort_trainer import ExportError, TrainingParameters, TrainingSession
 from ort_trainer.compat.training_session import TrainerSession
 from ort_trainer.compat.training_session import parameters as settings
+from ort_trainer.engine.programs.runner import ProgramRunner
 
 from ...helpers import MLP, assert_close, mlp_batches, mlp_trainer
 
@@ -237,9 +238,6 @@ def test_what_the_session_tells(path: Path, tmp_path: Path) -> None:
     assert Path(session.end_profiling()).stat().st_size > 100
     assert session.get_modelmeta().graph_name
     assert session.get_overridable_initializers() == [] and session.get_partition_info_map() == {}
-    session.disable_fallback()
-    with pytest.raises(NotImplementedError, match="can't fall back to another execution provider"):
-        session.enable_fallback()
     described = {entry.name: (entry.type, entry.shape) for entry in (*session.get_inputs(), *session.get_outputs())}
     assert described == {
         "x": ("tensor(float)", ["batch", 8]),
@@ -378,11 +376,6 @@ def test_graph_files_and_immutable_weights(path: Path, tmp_path: Path) -> None:
             ValueError,
             "has no effect without training_optimizer_name",
         ),
-        (
-            {"use_fp16_moments": True},
-            ValueError,
-            "use_fp16_moments is not supported: exact training needs fp32 moments",
-        ),
         ({"loss_scale": 2.0}, ValueError, "loss_scale has no effect without use_mixed_precision"),
         ({"loss_scale": -2.0, "use_mixed_precision": True}, ValueError, "loss_scale must be at least 0, but -2.0"),
         ({"world_size": 2}, ValueError, "world_size is 2, but this process was launched alone"),
@@ -484,6 +477,53 @@ def test_providers_that_can_not_be_used_are_skipped(
         session.set_providers(providers, options)
 
 
+def test_a_session_falls_back_once(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A provider that does not exist here stands for one that fails."""
+    x, y = mlp_batches(1)[0]
+    session, plain = (TrainingSession(path, parameters(gradient_accumulation_steps=2)) for _ in range(2))
+    for each in (session, plain):
+        each.run(["loss"], feed(x, y, **{RATE: 0.1}))
+    calls = []
+
+    def fail(runner: ProgramRunner, *args: Any, **kwargs: Any) -> Any:
+        calls.append(runner)
+        if len(calls) < 4:
+            raise onnxruntime.capi.onnxruntime_pybind11_state.EPFail("no memory")
+        return run(runner, *args, **kwargs)
+
+    run = ProgramRunner.run
+    monkeypatch.setattr(ProgramRunner, "run", fail)
+    monkeypatch.setattr(TrainingSession, "get_providers", lambda self: ["DnnlExecutionProvider"])
+    monkeypatch.setattr(settings, "has_cuda", lambda: False)
+    with pytest.raises(Exception, match="no memory"):
+        session.run(["loss"], feed(x, y, **{RATE: 0.1}))
+    session.enable_fallback()
+    with (
+        pytest.warns(UserWarning, match=r"DnnlExecutionProvider failed: no memory; .* on \['CPUExecutionProvider'\]"),
+        pytest.raises(Exception, match="no memory"),
+    ):
+        session.run(["loss"], feed(x, y, **{RATE: 0.1}))
+    assert len(calls) == 3
+    session.run(["loss"], feed(x, y, **{RATE: 0.1}))
+    plain.run(["loss"], feed(x, y, **{RATE: 0.1}))
+    state = plain.get_state()  # the failed runs did not count
+    assert all(np.array_equal(value, state[name]) for name, value in session.get_state().items())
+
+
+def test_where_a_session_falls_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda, cpu = "CUDAExecutionProvider", "CPUExecutionProvider"
+    monkeypatch.setattr(settings, "has_cuda", lambda: True)
+    for providers, others in (
+        ([cpu], []),
+        ([], []),
+        ([cuda, cpu], [cpu]),
+        (["TensorrtExecutionProvider", cuda, cpu], [cuda, cpu]),
+    ):
+        assert settings.fallback_providers(providers) == others
+    monkeypatch.setattr(settings, "has_cuda", lambda: False)
+    assert settings.fallback_providers(["DnnlExecutionProvider", cpu]) == [cpu]
+
+
 def test_the_cpu_is_the_last_provider(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda, cpu = "CUDAExecutionProvider", "CPUExecutionProvider"
     monkeypatch.setattr(settings, "available_providers", lambda: [cuda, "DnnlExecutionProvider", cpu])
@@ -576,7 +616,7 @@ def test_methods_that_there_are_not_say_what_there_is_instead(model: MLP) -> Non
         "run": r"the trainer's train_step\(\) and eval_step\(\) run it",
         "run_async": r"call run\(\) in a thread",
         "load_model": "the constructor reads the model",
-        "__del__": "there is nothing to finalize",
+        "finalize": "there is nothing to finalize",
         "_sess": "there is no C session",
     }.items():
         with pytest.raises(AttributeError, match=f"^'TrainerSession' object has no attribute '{name}': {instead}"):

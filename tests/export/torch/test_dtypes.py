@@ -197,3 +197,24 @@ def test_what_has_no_kernel_is_named_with_its_line(function: Any, message: str) 
     trainer = ORTTrainer(Head(function), HEAD_DESC, optim.SGDConfig(lr=0.1), loss_fn=F.cross_entropy)
     with pytest.raises(ExportError, match=message):
         trainer.train_step(torch.randn(8, 8), torch.zeros(8, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_layer_norm_of_weights_in_its_own_precision(dtype: torch.dtype) -> None:
+    """On ONNX Runtime's kernels, whose statistics are fp32."""
+    model = Operators({"norm": lambda a, b: F.layer_norm(a, (6,), b[0], b[1])})
+    a, b = operands(dtype)
+    loss, expected = model(a, b)
+    loss.backward()
+    description = {
+        "inputs": [("a", ["rows", 6]), ("b", ["rows", 6])],
+        "outputs": [("loss", [], True), ("norm", ["rows", 6])],
+    }
+    options = ORTTrainerOptions({"utils": {"grad_norm_clip": False, "kernels": "onnxruntime"}})
+    trainer = ORTTrainer(model, description, optim.SGDConfig(lr=1.0), options=options)
+    _, norm = trainer.train_step(a, b)
+    tolerance = 1e-2 if dtype == torch.float16 else 1e-5
+    torch.testing.assert_close(norm, expected.detach(), rtol=tolerance, atol=tolerance)
+    weight = trainer.state_dict(pytorch_format=True)["weight"]
+    assert model.weight.grad is not None
+    torch.testing.assert_close(1.5 - weight, model.weight.grad, rtol=tolerance, atol=1e-5)

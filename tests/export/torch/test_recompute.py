@@ -4,6 +4,7 @@ import weakref
 from collections import Counter
 from typing import Any
 
+import numpy as np
 import onnx
 import onnx_ir as ir
 import onnxruntime
@@ -74,6 +75,37 @@ class Encoder(nn.Module):
         for layer in self.layers:
             x = checkpoint(layer, x, use_reentrant=False) if self.checkpointed else layer(x)
         return self.head(x[:, 0])
+
+
+def onnx_layers() -> onnx.ModelProto:
+    """Returns three layers, each of a norm and two products, as an ONNX model with its loss."""
+    draw = np.random.default_rng(0)
+    nodes, value, weights = [], "x", {"head.weight": (8, 3)}
+    for name in (f"layers.{number}" for number in range(3)):
+        weights |= {f"{name}.norm.weight": (8,), f"{name}.up.weight": (8, 8), f"{name}.down.weight": (8, 8)}
+        nodes += [
+            onnx.helper.make_node("LayerNormalization", [value, f"{name}.norm.weight"], [f"{name}.a"]),
+            onnx.helper.make_node("MatMul", [f"{name}.a", f"{name}.up.weight"], [f"{name}.b"]),
+            onnx.helper.make_node("Tanh", [f"{name}.b"], [f"{name}.c"]),
+            onnx.helper.make_node("MatMul", [f"{name}.c", f"{name}.down.weight"], [f"{name}.d"]),
+            onnx.helper.make_node("Add", [value, f"{name}.d"], [name]),
+        ]
+        value = name
+    nodes += [
+        onnx.helper.make_node("MatMul", [value, "head.weight"], ["y"]),
+        onnx.helper.make_node("ReduceL2", ["y"], ["loss"], keepdims=0),
+    ]
+    graph = onnx.helper.make_graph(
+        nodes,
+        "layers",
+        [onnx.helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, ["batch", 8])],
+        [onnx.helper.make_tensor_value_info("loss", onnx.TensorProto.FLOAT, [])],
+        [
+            onnx.numpy_helper.from_array(draw.standard_normal(shape, np.float32) / 3, key)
+            for key, shape in weights.items()
+        ],
+    )
+    return onnx.helper.make_model(graph, ir_version=8, opset_imports=[onnx.helper.make_opsetid("", 18)])
 
 
 def batches(*lengths: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -329,3 +361,53 @@ def test_programs_compute_the_same_in_less_memory(name: str) -> None:
         peaks.append(alive.peak)
     assert torch.equal(*map(torch.stack, losses))
     assert peaks[1] < {"attention dropout": 0.99, "gelu": 0.96}.get(name, 0.9) * peaks[0]
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 3])
+def test_layers_of_an_onnx_model(count: int) -> None:
+    """Weights tell its layers, as its nodes are in no modules."""
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
+    chosen = {"transformer_layer_recompute": True, "number_recompute_layers": count}
+    found = []
+    for options in ({}, {"graph_transformer": chosen}):
+        description = {"inputs": [("x", ["batch", 8])], "outputs": [("loss", [], True)]}
+        trainer = ORTTrainer(onnx_layers(), description, optim.SGDConfig(lr=0.01), options=ORTTrainerOptions(options))
+        losses = [trainer.train_step(x).item() for _ in range(3)]
+        found.append((losses, operators(trainer)))
+    (losses, once), (same, again) = found
+    assert same == losses and losses[2] < losses[0]
+    assert again["Tanh"] - once["Tanh"] == again["LayerNormalization"] - once["LayerNormalization"] == (count or 2)
+
+
+def test_an_onnx_model_has_as_many_layers_as_its_weights_tell() -> None:
+    options = {"graph_transformer": {"transformer_layer_recompute": True, "number_recompute_layers": 4}}
+    trainer = ORTTrainer(onnx_layers(), "auto", optim.SGDConfig(), options=ORTTrainerOptions(options))
+    with pytest.raises(ExportError, match="number_recompute_layers is 4, but the graph has 3 layers"):
+        trainer.train_step(torch.randn(4, 8))
+
+
+class Square(torch.autograd.Function):
+    """Hides which modules the nodes come from."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return 2 * ctx.saved_tensors[0] * gradient
+
+
+def test_layers_beside_a_custom_function() -> None:
+    class Squared(Encoder):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return Square.apply(super().forward(x))
+
+    found = []
+    for name in ("off", "layers"):
+        torch.manual_seed(0)
+        found.append(train(OPTIONS[name], Squared()))
+    assert all(torch.equal(one, other) for one, other in zip(found[0][1], found[1][1], strict=True))
+    once, again = (operators(trainer)["LayerNormalization"] for trainer, _ in found)
+    assert again - once == 2

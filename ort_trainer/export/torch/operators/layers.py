@@ -62,9 +62,10 @@ for _operator in (
 def _layer_norm(
     input: torch.Tensor, normalized_shape: Any, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
 ) -> Any:
-    """Computes layer norm of fp16 values with fp32 weights in fp32: autocast produces it and ONNX does not have it.
+    """Computes layer norm of fp16 values in fp32.
 
-    Doubles are computed by the formula, because ONNX computes their statistics in fp32.
+    ONNX does not have it with fp32 weights, which autocast produces. With fp16 weights its statistics are fp32, where
+    PyTorch's are fp16. Doubles are computed by the formula, because ONNX computes their statistics in fp32.
     """
     if input.dtype == torch.float64:
         axes = list(range(input.dim() - len(normalized_shape), input.dim()))
@@ -73,11 +74,12 @@ def _layer_norm(
         output = (input - mean) * rstd
         output = output if weight is None else output * weight
         return output if bias is None else output + bias, mean, rstd
-    wide = torch.float32 if weight is None else weight.dtype
-    if wide == input.dtype or input.dtype not in (torch.float16, torch.bfloat16):
+    if input.dtype not in (torch.float16, torch.bfloat16):
         return NotImplemented
-    output, mean, rstd = aten.native_layer_norm.default(input.to(wide), normalized_shape, weight, bias, eps)
-    return output.to(input.dtype), mean, rstd
+    statistics = torch.float32 if weight is None else weight.dtype
+    weight, bias = (None if value is None else value.float() for value in (weight, bias))
+    output, mean, rstd = aten.native_layer_norm.default(input.float(), normalized_shape, weight, bias, eps)
+    return output.to(input.dtype), mean.to(statistics), rstd.to(statistics)
 
 
 @composite(aten._weight_norm.default)
