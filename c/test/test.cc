@@ -249,6 +249,26 @@ void RefusesForeignArtifacts(const Ort::Env& env, const Case& given) {
   ExpectError([&] { Ort::TrainingSession(env, Ort::SessionOptions(), state, onnx); }, "ort-trainer convert");
 }
 
+// A private file stays private, and a link a link.
+void KeepsModesAndLinks(const Case& given) {
+  const fs::path folder = given.path("access"), file = folder / "far" / "file";
+  fs::remove_all(folder);
+  fs::create_directories(folder / "far");
+  fs::create_symlink("far/file", folder / "link");
+  fs::create_symlink("link", folder / "second");
+  fs::create_symlink("loop", folder / "loop");
+  auto state = given.State("checkpoint");
+  Ort::CheckpointState::SaveCheckpoint(state, (folder / "second").string(), true);
+  const auto content = Contents(file);
+  fs::permissions(file, fs::perms::owner_read | fs::perms::owner_write | fs::perms::group_read);
+  Ort::CheckpointState::SaveCheckpoint(state, (folder / "link").string(), true);
+  Expect(fs::is_symlink(folder / "link") && fs::is_symlink(folder / "second"), "a link was replaced by a file");
+  Expect(Contents(file) == content, "a link leads to another file");
+  Expect(fs::status(file).permissions() == static_cast<fs::perms>(0640), "a private file has become readable");
+  ExpectError([&] { Ort::CheckpointState::SaveCheckpoint(state, (folder / "loop").string(), true); }, "leads back to itself");
+  ExpectError([&] { Ort::CheckpointState::SaveCheckpoint(state, "/dev/null", true); }, "it is not a file");
+}
+
 void SaysWhatIsWrong(const Ort::Env& env, const Case& given, const Case& other) {
   auto state = given.State("checkpoint");
   auto session = given.Session(state);
@@ -319,6 +339,7 @@ int main(int argc, char** argv) {
   run("schedules are followed", [&] { FollowsSchedules(linear); });
   run("objects have one owner", [&] { OwnsItsObjects(linear); });
   run("artifacts of onnxruntime-training are refused", [&] { RefusesForeignArtifacts(env, linear); });
+  run("modes and links stay", [&] { KeepsModesAndLinks(net); });
   run("errors say what is wrong", [&] { SaysWhatIsWrong(env, net, linear); });
   return failures != 0;
 }
