@@ -49,6 +49,20 @@ std::int64_t SizeFrom(const Json& expression, const Sizes& sizes) {
   return size;
 }
 
+// Checks that the state that an optimizer model describes is of a plausible size before it takes memory.
+void CheckStateSize(const Names& slots, State& state) {
+  constexpr std::size_t kLargest = 16;  // for each element of the parameters, as in ort_trainer/api/live_state.py
+  const std::size_t allowed = kLargest * (SizeOfParameters(state, false) + slots.size());
+  std::size_t size = 0;
+  for (const auto& [key, slot] : slots) {
+    size += ElementCount(ShapeOf(slot.at("shape")));
+    if (size > allowed) {
+      throw std::runtime_error("the optimizer model asks for more than " + std::to_string(allowed) + " elements of state: it is "
+                               "damaged or from another export");
+    }
+  }
+}
+
 // Makes missing tensors of a group, each like the parameter of its name.
 void MakeZeros(const Names& members, State& state, Tensors& group) {
   for (const auto& [name, unused] : members) {
@@ -251,6 +265,7 @@ Session::Session(State& state, const OrtEnv* env, const OrtSessionOptions* optio
   for (const auto& [name, unused] : said.at("weights").members) state.parameter(name);
   const Json* rates = said.find("rates");
   const Names& slots = said.at("state").members;
+  CheckStateSize(slots, state);
   Tensors made;
   bool fits = static_cast<std::int64_t>(state.rates().size()) == (rates == nullptr ? 1 : rates->integer()) &&
               (!state.optimizer || state.optimizer->names().size() == slots.size());

@@ -99,6 +99,9 @@ export class Module {
   }
 }
 
+/** The most elements of optimizer state for each of the parameters, as in ort_trainer/api/live_state.py. */
+const LARGEST_STATE = 16;
+
 /** Updates the parameters of a module from its gradients. */
 export class Optimizer {
   private constructor(
@@ -112,6 +115,10 @@ export class Optimizer {
     const model = describe("optimizer", bytes);
     checkExport(state, model);
     const slots = Object.entries(model.state);
+    const allowed = LARGEST_STATE * ([...state.parameters.values()].reduce((n, { dims }) => n + sizeOf(dims), 0) + slots.length);
+    if (!(slots.reduce((n, [, { shape }]) => n + sizeOf(shape), 0) <= allowed)) {
+      throw new CheckpointError(`the optimizer model asks for more than ${allowed} elements of state: it is damaged or from another export`);
+    }
     const kept = state.optimizer ?? new Map(
       slots.map(([key, slot]) => [key, full(state.engine, slot.dtype, slot.shape, slot.initial)]),
     );
