@@ -1,12 +1,19 @@
 // The functions of ort_trainer_c_api.h: they check pointers, and turn exceptions into statuses.
 
 #include <algorithm>
+#include <array>
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
+#include <filesystem>
 #include <fstream>
 #include <random>
 
+#include <fcntl.h>
+#include <sys/stat.h>
+#ifdef __linux__
+#include <sys/xattr.h>
+#endif
 #include <unistd.h>
 
 #include "session.h"
@@ -20,6 +27,9 @@ struct OrtTrainingSession {
 
 namespace ort_trainer {
 namespace {
+
+constexpr int kMostLinks = 40;  // as Linux
+[[maybe_unused]] constexpr const char* kList = "system.posix_acl_access";
 
 template <typename Function>
 OrtStatus* Guarded(Function function) noexcept {
@@ -49,15 +59,56 @@ Bytes ReadFile(const char* path, const std::string& what) {
   return bytes;
 }
 
-// Writes a file next to the target, which it then replaces; the target stays if that fails.
+// The name of a file that a symbolic link leads to, which may not exist yet.
+std::string RealPath(std::filesystem::path path) {
+  for (int links = 0; std::filesystem::is_symlink(std::filesystem::symlink_status(path)); ++links) {
+    if (links == kMostLinks) throw Error(ORT_FAIL, "'" + path.string() + "' is a symbolic link that leads back to itself");
+    path = path.parent_path() / std::filesystem::read_symlink(path);
+  }
+  return path.string();
+}
+
+// Gives a file the access control list of another one, on Linux; returns whether it has none, or the file has it now.
+bool KeepsList([[maybe_unused]] int file, [[maybe_unused]] const std::string& old) {
+#ifdef __linux__
+  std::array<char, 1 << 16> list;  // Linux's limit
+  const ssize_t size = getxattr(old.c_str(), kList, list.data(), list.size());
+  if (size >= 0) return fsetxattr(file, kList, list.data(), static_cast<std::size_t>(size), 0) == 0;
+  fremovexattr(file, kList);  // of the folder's default
+#endif
+  return true;
+}
+
+// Gives a file the owner, the group and the mode of the one that it will replace. Where the system does not allow it,
+// another group gets only what all users have.
+bool KeepAccess(int file, const std::string& path, const struct stat& old) {
+  mode_t mode = old.st_mode & 0777;
+  struct stat own;
+  if (fstat(file, &own) != 0) return false;
+  if ((own.st_uid != old.st_uid || own.st_gid != old.st_gid) && fchown(file, old.st_uid, old.st_gid) != 0 &&
+      fchown(file, static_cast<uid_t>(-1), old.st_gid) != 0) {
+    const mode_t shared = mode & mode >> 3 & 07;
+    mode = (mode & 0700) | shared << 3 | shared;
+  }
+  if (!KeepsList(file, path)) mode &= 0700;
+  return fchmod(file, mode) == 0;
+}
+
+// Writes a file next to the target, which it then replaces; the target stays if that fails. A symbolic link and the mode
+// of the target stay, too.
 void WriteFile(const char* path, const Bytes& bytes) {
-  const std::string temporary = std::string(path) + "." + std::to_string(std::random_device()()) + ".part";
-  std::FILE* file = std::fopen(temporary.c_str(), "wbx");
+  const std::string target = RealPath(path);
+  const std::string temporary = target + "." + std::to_string(std::random_device()()) + ".part";
+  struct stat old;
+  const bool replaces = stat(target.c_str(), &old) == 0;
+  if (replaces && !S_ISREG(old.st_mode)) throw Error(ORT_FAIL, "'" + std::string(path) + "' can't be written: it is not a file");
+  const int handle = open(temporary.c_str(), O_WRONLY | O_CREAT | O_EXCL, replaces ? 0600 : 0666);
+  std::FILE* file = handle < 0 ? nullptr : fdopen(handle, "wb");
   bool written = file != nullptr && std::fwrite(bytes.data(), 1, bytes.size(), file) == bytes.size() &&
-                 std::fflush(file) == 0 && fsync(fileno(file)) == 0;
+                 std::fflush(file) == 0 && (!replaces || KeepAccess(handle, target, old)) && fsync(handle) == 0;
   int error = errno;
   if (file != nullptr && std::fclose(file) != 0 && written) written = false, error = errno;
-  if (written && std::rename(temporary.c_str(), path) == 0) return;
+  if (written && std::rename(temporary.c_str(), target.c_str()) == 0) return;
   if (written) error = errno;
   if (file != nullptr) std::remove(temporary.c_str());
   throw Error(ORT_FAIL, "'" + std::string(path) + "' can't be written: " + std::strerror(error));

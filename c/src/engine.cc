@@ -2,7 +2,10 @@
 
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <cstring>
+#include <limits>
+#include <type_traits>
 
 namespace ort_trainer {
 namespace {
@@ -26,8 +29,12 @@ const DType& Found(Condition condition, const std::string& shown) {
 
 template <typename T>
 void SetAs(Bytes& bytes, const std::vector<double>& values) {
-  std::transform(values.begin(), values.end(), reinterpret_cast<T*>(bytes.data()),
-                 [](double value) { return static_cast<T>(value); });
+  std::transform(values.begin(), values.end(), reinterpret_cast<T*>(bytes.data()), [](double value) {
+    // Out of the range of T, the conversion is undefined.
+    const bool fits = value >= static_cast<double>(std::numeric_limits<T>::min()) && value < std::ldexp(1.0, std::numeric_limits<T>::digits);
+    if (std::is_integral_v<T> && !fits) throw std::runtime_error("the number " + std::to_string(value) + " does not fit its tensor");
+    return static_cast<T>(value);
+  });
 }
 
 }  // namespace
@@ -71,6 +78,8 @@ void Tensor::Set(const std::vector<double>& values) {
       return SetAs<std::int64_t>(bytes_, values);
     case ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32:
       return SetAs<std::int32_t>(bytes_, values);
+    case ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8:
+      return SetAs<std::int8_t>(bytes_, values);
     default:
       return SetAs<std::uint8_t>(bytes_, values);
   }

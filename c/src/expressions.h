@@ -11,9 +11,12 @@ namespace ort_trainer {
 
 using Sizes = std::map<std::string, std::int64_t>;
 
-// Returns whether a condition is true, or not all of its sizes are known; a division by zero makes it false.
+// Returns whether a condition is true, or not all of its sizes are known; a division by zero makes it false. Throws
+// std::runtime_error if it is no condition, or a number in it is not finite or has more than 64 bits.
 bool Holds(const Json& condition, const Sizes& sizes);
-// Returns the value of a number or an expression. Throws std::runtime_error if it is none, or needs an unknown size.
-double Evaluate(const Json& expression, const Sizes& sizes);
+// Returns the value of a number or an expression without its fraction. Throws std::runtime_error if it has none.
+std::int64_t Evaluate(const Json& expression, const Sizes& sizes);
+// Throws std::runtime_error if a text is no expression, before its sizes are known.
+void CheckExpression(const Json& expression);
 
 }  // namespace ort_trainer

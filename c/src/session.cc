@@ -42,6 +42,27 @@ std::size_t SizeOfParameters(State& state, bool trainable_only) {
   return size;
 }
 
+// The value of a number or an expression that is a size.
+std::int64_t SizeFrom(const Json& expression, const Sizes& sizes) {
+  const std::int64_t size = Evaluate(expression, sizes);
+  if (size < 0) throw std::runtime_error("the size " + ToText(expression) + " is " + std::to_string(size));
+  return size;
+}
+
+// Checks that the state that an optimizer model describes is of a plausible size before it takes memory.
+void CheckStateSize(const Names& slots, State& state) {
+  constexpr std::size_t kLargest = 16;  // for each element of the parameters, as in ort_trainer/api/live_state.py
+  const std::size_t allowed = kLargest * (SizeOfParameters(state, false) + slots.size());
+  std::size_t size = 0;
+  for (const auto& [key, slot] : slots) {
+    size += ElementCount(ShapeOf(slot.at("shape")));
+    if (size > allowed) {
+      throw std::runtime_error("the optimizer model asks for more than " + std::to_string(allowed) + " elements of state: it is "
+                               "damaged or from another export");
+    }
+  }
+}
+
 // Makes missing tensors of a group, each like the parameter of its name.
 void MakeZeros(const Names& members, State& state, Tensors& group) {
   for (const auto& [name, unused] : members) {
@@ -80,6 +101,11 @@ Step::Step(State& state, const char* kind, Bytes bytes, const OrtEnv* env, const
     if (random != "mask" && random != "bernoulli" && random != "uniform") {
       throw std::runtime_error("the model draws " + random + " numbers, which this library can't: train it in Python");
     }
+    for (const Json& size : spec.at("shape").items) CheckExpression(size);
+  }
+  for (const Json& guard : model_.said().at("guards").items) CheckExpression(guard);
+  if (const Json* ranges = model_.said().find("index_ranges")) {
+    for (const Json& range : ranges->items) CheckExpression(range.at("size"));
   }
   MakeZeros(model_.said().at("gradients").members, state, state.gradients);
   MakeZeros(model_.said().at("gradients").members, state, other_gradients_);
@@ -171,7 +197,7 @@ void Step::CheckIndices(const std::vector<const OrtValue*>& given, const Sizes& 
     const std::string& name = range.at("input").string();
     const auto place = std::find(inputs_.begin(), inputs_.end(), name) - inputs_.begin();
     const OrtValue* value = given.at(static_cast<std::size_t>(place));
-    const auto size = static_cast<std::int64_t>(Evaluate(range.at("size"), sizes));
+    const std::int64_t size = SizeFrom(range.at("size"), sizes);
     const std::int64_t lowest = range.at("from_end").truthy() ? -size : 0;
     const Json& ignored = range.at("ignored");
     const TypeAndShape found = Described(value, name);
@@ -197,13 +223,16 @@ std::vector<Tensor> Step::Drawn(const Sizes& sizes, MersenneTwister& random) con
   if (masks) key = random.Key();
   for (const Json& spec : specs) {
     Shape shape;
-    for (const Json& size : spec.at("shape").items) shape.push_back(static_cast<std::int64_t>(Evaluate(size, sizes)));
+    for (const Json& size : spec.at("shape").items) shape.push_back(SizeFrom(size, sizes));
     Tensor tensor(DTypeNamed(spec.at("dtype").string()), shape);
     const auto& parameters = spec.at("parameters").items;
     const std::string& kind = spec.at("kind").string();
     if (kind == "mask") {
-      const auto mask = DrawMask(*key, tensor.count(), static_cast<std::uint32_t>(parameters.at(1).number()),
-                                 parameters.at(0).number());
+      const double number = parameters.at(1).number();
+      if (!(number >= 0 && number <= std::numeric_limits<std::uint32_t>::max())) {
+        throw std::runtime_error("the number " + ToText(parameters[1]) + " of a mask is invalid");
+      }
+      const auto mask = DrawMask(*key, tensor.count(), static_cast<std::uint32_t>(number), parameters.at(0).number());
       if (mask.size() == tensor.bytes().size()) {
         std::copy(mask.begin(), mask.end(), tensor.bytes().begin());
       } else {
@@ -236,6 +265,7 @@ Session::Session(State& state, const OrtEnv* env, const OrtSessionOptions* optio
   for (const auto& [name, unused] : said.at("weights").members) state.parameter(name);
   const Json* rates = said.find("rates");
   const Names& slots = said.at("state").members;
+  CheckStateSize(slots, state);
   Tensors made;
   bool fits = static_cast<std::int64_t>(state.rates().size()) == (rates == nullptr ? 1 : rates->integer()) &&
               (!state.optimizer || state.optimizer->names().size() == slots.size());

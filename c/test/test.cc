@@ -8,6 +8,7 @@
 #include <iostream>
 #include <iterator>
 
+#include "../src/expressions.h"
 #include "../src/json.h"
 #include "onnxruntime_training_cxx_api.h"
 
@@ -249,6 +250,49 @@ void RefusesForeignArtifacts(const Ort::Env& env, const Case& given) {
   ExpectError([&] { Ort::TrainingSession(env, Ort::SessionOptions(), state, onnx); }, "ort-trainer convert");
 }
 
+// Expressions over dimensions have the values that they have in Python, and what Python refuses is refused.
+void EvaluatesAsPython(const fs::path& file) {
+  const auto text = Contents(file);
+  const Json known = ort_trainer::ParseJson({reinterpret_cast<const char*>(text.data()), text.size()});
+  ort_trainer::Sizes sizes;
+  for (const auto& [name, size] : known.at("sizes").members) sizes[name] = size.integer();
+  for (const auto& [expression, value] : known.at("values").members) {
+    Expect(ort_trainer::Evaluate(expression, sizes) == value.integer(), expression + " is not " + value.text);
+    Expect(ort_trainer::Holds(expression, sizes) == (value.integer() != 0), expression + " holds, or not");
+  }
+  for (const Json& expression : known.at("refused").items) {
+    const std::string start = "'" + expression.string().substr(0, 200);
+    ExpectError([&] { ort_trainer::Evaluate(expression, sizes); }, start);
+    ExpectError([&] { ort_trainer::Holds(expression, sizes); }, start);
+  }
+  for (const Json& expression : known.at("divisions").items) {
+    ExpectError([&] { ort_trainer::Evaluate(expression, sizes); }, expression.string() + "' has no value: it divides by zero");
+    Expect(!ort_trainer::Holds(expression, sizes), expression.string() + " holds");
+  }
+  ExpectError([&] { ort_trainer::Evaluate("dim('far')", sizes); }, "needs the size of far");
+  Expect(ort_trainer::Holds("dim('far') > 1", sizes), "a condition over unknown sizes does not hold");
+}
+
+// A private file stays private, and a link a link.
+void KeepsModesAndLinks(const Case& given) {
+  const fs::path folder = given.path("access"), file = folder / "far" / "file";
+  fs::remove_all(folder);
+  fs::create_directories(folder / "far");
+  fs::create_symlink("far/file", folder / "link");
+  fs::create_symlink("link", folder / "second");
+  fs::create_symlink("loop", folder / "loop");
+  auto state = given.State("checkpoint");
+  Ort::CheckpointState::SaveCheckpoint(state, (folder / "second").string(), true);
+  const auto content = Contents(file);
+  fs::permissions(file, fs::perms::owner_read | fs::perms::owner_write | fs::perms::group_read);
+  Ort::CheckpointState::SaveCheckpoint(state, (folder / "link").string(), true);
+  Expect(fs::is_symlink(folder / "link") && fs::is_symlink(folder / "second"), "a link was replaced by a file");
+  Expect(Contents(file) == content, "a link leads to another file");
+  Expect(fs::status(file).permissions() == static_cast<fs::perms>(0640), "a private file has become readable");
+  ExpectError([&] { Ort::CheckpointState::SaveCheckpoint(state, (folder / "loop").string(), true); }, "leads back to itself");
+  ExpectError([&] { Ort::CheckpointState::SaveCheckpoint(state, "/dev/null", true); }, "it is not a file");
+}
+
 void SaysWhatIsWrong(const Ort::Env& env, const Case& given, const Case& other) {
   auto state = given.State("checkpoint");
   auto session = given.Session(state);
@@ -319,6 +363,8 @@ int main(int argc, char** argv) {
   run("schedules are followed", [&] { FollowsSchedules(linear); });
   run("objects have one owner", [&] { OwnsItsObjects(linear); });
   run("artifacts of onnxruntime-training are refused", [&] { RefusesForeignArtifacts(env, linear); });
+  run("expressions are evaluated", [&] { EvaluatesAsPython(folder / ".." / "expressions.json"); });
+  run("modes and links stay", [&] { KeepsModesAndLinks(net); });
   run("errors say what is wrong", [&] { SaysWhatIsWrong(env, net, linear); });
   return failures != 0;
 }

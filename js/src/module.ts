@@ -4,7 +4,7 @@ import type * as common from "onnxruntime-common";
 
 import type { Checkpoint } from "./checkpoint.js";
 import { describe, type OptimizerModel, type RandomInput, type StepModel } from "./contract.js";
-import { evaluate, holds } from "./expressions.js";
+import { check, evaluate, holds } from "./expressions.js";
 import { inferenceModel } from "./inference.js";
 import { drawMask, MersenneTwister } from "./random.js";
 import { CheckpointError } from "./sealed.js";
@@ -99,6 +99,9 @@ export class Module {
   }
 }
 
+/** The most elements of optimizer state for each of the parameters, as in ort_trainer/api/live_state.py. */
+const LARGEST_STATE = 16;
+
 /** Updates the parameters of a module from its gradients. */
 export class Optimizer {
   private constructor(
@@ -112,6 +115,10 @@ export class Optimizer {
     const model = describe("optimizer", bytes);
     checkExport(state, model);
     const slots = Object.entries(model.state);
+    const allowed = LARGEST_STATE * ([...state.parameters.values()].reduce((n, { dims }) => n + sizeOf(dims), 0) + slots.length);
+    if (!(slots.reduce((n, [, { shape }]) => n + sizeOf(shape), 0) <= allowed)) {
+      throw new CheckpointError(`the optimizer model asks for more than ${allowed} elements of state: it is damaged or from another export`);
+    }
     const kept = state.optimizer ?? new Map(
       slots.map(([key, slot]) => [key, full(state.engine, slot.dtype, slot.shape, slot.initial)]),
     );
@@ -189,6 +196,8 @@ class Step {
     for (const { kind: random } of model.random) {
       if (!(random in DRAWS)) throw new Error(`the model draws ${random} numbers, which this package can't: train in Python`);
     }
+    const sizes = [...model.random.map(({ shape }) => shape), (model.index_ranges ?? []).map(({ size }) => size)];
+    for (const expression of [...model.guards, ...sizes.flat()]) check(expression);
     const pairs = Object.entries(model.gradients).map(([name, [, output]]) => [name, output] as const);
     const outputs = [...pairs, ...Object.entries(model.buffer_updates)].map(([name, output]): [string, string] => [
       output,
@@ -268,7 +277,7 @@ class Step {
     const { model, state } = this;
     const key = model.random.some(({ kind }) => kind === "mask") ? random.key() : null;
     const drawn = model.random.map((spec): [string, Tensor] => {
-      const shape = spec.shape.map((size) => Math.trunc(evaluate(size, sizes)));
+      const shape = spec.shape.map((size) => evaluate(size, sizes));
       const tensor = full(state.engine, spec.dtype, shape, 0);
       const values = DRAWS[spec.kind]!(spec, sizeOf(shape), random, key!);
       (tensor.data as Float32Array).set(values);

@@ -6,6 +6,7 @@ import { readFileSync, readdirSync } from "node:fs";
 import { test } from "node:test";
 import { fileURLToPath } from "node:url";
 
+import { buildSync } from "esbuild";
 import * as ort from "onnxruntime-node";
 import { Checkpoint, CheckpointError, Module, Optimizer } from "ort-trainer";
 
@@ -155,4 +156,29 @@ test("what is wrong with a batch or a model is said, and nothing changes", async
   const training = await Module.create(state, contents("net", "training_model.onnx"));
   await assert.rejects(training.evalStep({}), /Module.create/);
   await assert.rejects(Checkpoint.load(ort, contents("net", "nominal_checkpoint")), /no weights/);
+});
+
+test("expressions are evaluated as in Python", async () => {
+  const source = fileURLToPath(new URL("../src/expressions.ts", import.meta.url));
+  const [{ text }] = buildSync({ entryPoints: [source], format: "esm", write: false }).outputFiles;
+  const { evaluate, holds } = await import(`data:text/javascript,${encodeURIComponent(text)}`);
+  const known = JSON.parse(readFileSync(new URL("../expressions.json", BUILD), "utf8"));
+  const sizes = new Map(Object.entries(known.sizes));
+  const named = (expression, reason) => ({ message }) => message.startsWith(expression.slice(0, 200)) && reason.test(message);
+  for (const [expression, value] of Object.entries(known.values)) {
+    if (value >= 0) assert.equal(evaluate(expression, sizes), value, expression);
+    else assert.throws(() => evaluate(expression, sizes), named(expression, /which is no size/));
+    assert.equal(holds(expression, sizes), Boolean(value), expression);
+  }
+  for (const expression of known.refused) {
+    assert.throws(() => evaluate(expression, sizes), named(expression, /is not arithmetic|has no value/));
+    assert.throws(() => holds(expression, sizes), named(expression, /is not arithmetic|has no value/));
+  }
+  for (const expression of known.divisions) {
+    assert.throws(() => evaluate(expression, sizes), named(expression, /it divides by zero/));
+    assert.equal(holds(expression, sizes), false, expression);
+  }
+  assert.throws(() => evaluate("dim('far')", sizes), /needs the size of far/);
+  assert.throws(() => evaluate(2 ** 60, sizes), /which is no size/);
+  assert.ok(holds("dim('far') > 1", sizes));
 });

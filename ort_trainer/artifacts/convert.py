@@ -96,7 +96,7 @@ def convert_artifacts(source: PathLike, target: PathLike, *, include_optimizer_s
         if not isinstance(path, (str, os.PathLike)):
             raise TypeError(f"{what} must be the path of a folder, but {shown(path)} was given")
     folder, written = Path(source), target_folder(target)
-    if written == folder.absolute():
+    if written.is_dir() and folder.is_dir() and written.samefile(folder):
         raise ValueError(f"source and target are the same folder, {os.fspath(source)!r}: choose another target")
     state = read_state(folder / CHECKPOINT, include_optimizer=include_optimizer_state)
     if state.nominal:

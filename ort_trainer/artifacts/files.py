@@ -12,9 +12,8 @@ from pathlib import Path
 
 import onnx_ir as ir
 
-from ..core.atomic import explained, remove_abandoned, sync, temporary_folder
+from ..core.atomic import explained, real_path, remove_abandoned, replace_all, temporary_folder
 from ..core.errors import shown
-from ..core.interrupts import uninterrupted
 from ..state.state import State
 from ..state.training_api import to_bytes
 from ..step.contract import METADATA, OptimizerModel, Step, to_metadata
@@ -74,12 +73,13 @@ def target_folder(directory: str | os.PathLike[str]) -> Path:
         ValueError: If it is empty.
         FileNotFoundError: If its parent folder does not exist.
         NotADirectoryError: If it is a file.
+        OSError: If it is a symbolic link that can't be followed.
     """
     if not isinstance(directory, (str, os.PathLike)):
         raise TypeError(f"directory must be a str or a path, but {shown(directory)} was given")
     if not os.fspath(directory):
         raise ValueError("directory must not be empty")
-    folder = Path(directory).absolute()
+    folder = real_path(Path(directory).absolute())
     if folder.exists() and not folder.is_dir():
         raise NotADirectoryError(f"can't write artifacts to {str(folder)!r}: it is a file")
     if not folder.exists() and not folder.parent.is_dir():
@@ -104,19 +104,15 @@ def write_files(folder: Path, write: Callable[[Path], None], prefix: str = "") -
         with explained(folder):
             temporary = stack.enter_context(temporary_folder(around, folder.name))
             write(temporary)
-            written = [path.name for path in temporary.iterdir()]
-            for name in written:
-                sync(temporary / name)
-        for name in {*FILES, *written}:
-            if (folder / f"{prefix}{name}").is_dir():
-                raise IsADirectoryError(
-                    f"can't write {str(folder / f'{prefix}{name}')!r}: it is a folder. Choose another directory, or "
-                    "remove the folder"
-                )
-        with uninterrupted():
-            folder.mkdir(exist_ok=True)
-            for name in written:
-                (temporary / name).replace(folder / f"{prefix}{name}")
-            for name in set(FILES) - set(written):  # left from an earlier export
-                (folder / f"{prefix}{name}").unlink(missing_ok=True)
-        sync(folder)
+        written = [path.name for path in temporary.iterdir()]
+        left = [folder / f"{prefix}{name}" for name in FILES if name not in written]  # from an earlier export
+        if not folder.is_dir():
+            folder.mkdir()
+            stack.callback(_remove_empty, folder)
+        files = ((temporary / name, folder / f"{prefix}{name}") for name in written)
+        replace_all(files, folder / f"{prefix}{CHECKPOINT}", left)
+
+
+def _remove_empty(folder: Path) -> None:
+    with contextlib.suppress(OSError):  # it has files
+        folder.rmdir()

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from .interrupts import uninterrupted
@@ -19,7 +20,16 @@ except ImportError:  # Windows
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["atomic_path", "check_target", "explained", "remove_abandoned", "sync", "temporary_folder"]
+__all__ = [
+    "atomic_path",
+    "check_target",
+    "explained",
+    "real_path",
+    "remove_abandoned",
+    "replace_all",
+    "sync",
+    "temporary_folder",
+]
 
 _FULL = "make room there, or write to another disk"
 _DENIED = "let this user write there, or choose another folder"
@@ -33,11 +43,27 @@ _WAYS_OUT = {
     errno.EPERM: _DENIED,
     errno.EROFS: "choose a folder on a file system that is not mounted read-only",
     errno.ENOENT: "the folder has vanished: create it again, or choose another one",
+    errno.ELOOP: "it is a symbolic link that leads back to itself: remove it",
 }
 # A file is created and locked within microseconds; an older empty file was left by a killed process.
 _EMPTY_SECONDS = 60
 # Suffix of temporary folders, which tells them from the user's own folders.
 _FOLDER = ".ort_trainer"
+# The attribute with the access control list of a file on Linux.
+_ACL = "system.posix_acl_access"
+
+
+def real_path(path: Path) -> Path:
+    """Returns the path that a symbolic link leads to, which need not exist; any other path is returned unchanged.
+
+    Raises:
+        OSError: If links lead back to themselves, or the system forbids following the link.
+    """
+    if not path.is_symlink():
+        return path
+    with contextlib.suppress(FileNotFoundError):
+        path.stat()  # os.path.realpath neither finds loops, nor links that another user laid in a shared folder
+    return path.parent.joinpath(os.path.realpath(path))
 
 
 def check_target(target: Path) -> None:
@@ -46,13 +72,20 @@ def check_target(target: Path) -> None:
     Raises:
         FileNotFoundError: If the folder does not exist.
         IsADirectoryError: If the target is a folder.
+        FileExistsError: If the target is a device, a pipe or a socket, which a file would replace.
+        OSError: If it is a symbolic link that can't be followed.
     """
-    if not target.parent.is_dir():
+    with explained(target):
+        real = real_path(target)
+    link = "" if real == target else f"it is a symbolic link to {str(real)!r}, and "
+    if not real.parent.is_dir():
         raise FileNotFoundError(
-            f"can't write {str(target)!r}: the folder {str(target.parent)!r} does not exist: create it first"
+            f"can't write {str(target)!r}: {link}the folder {str(real.parent)!r} does not exist: create it first"
         )
-    if target.is_dir():
-        raise IsADirectoryError(f"can't write {str(target)!r}: it is a folder")
+    if real.is_dir():
+        raise IsADirectoryError(f"can't write {str(target)!r}: it is a folder: choose another path, or remove it")
+    if real.exists() and not real.is_file():
+        raise FileExistsError(f"can't write {str(target)!r}: it is a device, a pipe or a socket: choose another path")
 
 
 @contextlib.contextmanager
@@ -75,14 +108,21 @@ def explained(target: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def atomic_path(target: Path) -> Iterator[Path]:
+def atomic_path(target: Path, like: Path | None = None) -> Iterator[Path]:
     """Yields a temporary path beside ``target``; if the block succeeds, syncs the file and moves it to ``target``.
+
+    The new file has the mode, the access control list, the owner and the group of the one that it replaces, and until
+    then only its owner can read it. A symbolic link stays: the file that it leads to is replaced.
 
     A killed process leaves its temporary file; the next write to the same path removes it, except on Windows.
 
+    Args:
+        target: The file.
+        like: A file whose mode and owner a new file gets, if it exists.
+
     Raises:
         FileNotFoundError: If the folder does not exist.
-        IsADirectoryError: If the target is a folder.
+        IsADirectoryError, FileExistsError: If the target is not a file.
         OSError: If writing fails, as :func:`explained` says; an existing file is unchanged.
     """
     import glob  # here, so that readers don't import it
@@ -91,18 +131,21 @@ def atomic_path(target: Path) -> Iterator[Path]:
     try:
         with explained(target):
             check_target(target)
+            real = real_path(target)
             with uninterrupted():  # otherwise an interrupt could lose the name of the file
-                name = target.with_name(_temporary_name(target.name))
-                handle = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+                name = real.with_name(_temporary_name(real.name))
+                private = _replaced(real, like) is not None
+                handle = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600 if private else 0o666)
                 temporary = name
             mode = os.fstat(handle).st_mode
             handle = _locked(handle)
-            remove_abandoned(target.parent, glob.escape(target.name))
+            remove_abandoned(real.parent, glob.escape(real.name))
             yield temporary
             temporary.chmod(mode)  # the writing library may have replaced the file
+            _keep_access(temporary, _replaced(real, like))
             sync(temporary)
-            temporary.replace(target)
-        sync(target.parent)
+            temporary.replace(real)
+        sync(real.parent)
     finally:
         with uninterrupted():
             if handle is not None:
@@ -110,6 +153,91 @@ def atomic_path(target: Path) -> Iterator[Path]:
             if temporary is not None:
                 with contextlib.suppress(OSError):  # the original error says more; another save removes the file
                     temporary.unlink(missing_ok=True)
+
+
+def replace_all(files: Iterable[tuple[Path, Path]], like: Path | None = None, removed: Sequence[Path] = ()) -> None:
+    """Moves files to their targets and removes others; links, modes and owners stay as in :func:`atomic_path`.
+
+    Args:
+        files: Each file, in a :func:`temporary_folder`, with its target on the same file system; moved in this order.
+        like: A file whose mode and owner new files get, if it exists.
+        removed: Files that are removed afterwards, if they exist.
+
+    Raises:
+        FileNotFoundError, IsADirectoryError, FileExistsError, OSError: As from :func:`atomic_path`. Nothing is moved,
+            unless the system fails between two moves.
+    """
+    import shutil
+
+    with contextlib.ExitStack() as stack:
+        moves = []
+        for file, target in files:
+            check_target(target)
+            real = real_path(target)
+            with explained(target):
+                if real != target:  # perhaps on another file system
+                    folder = stack.enter_context(temporary_folder(real.parent, real.name))
+                    file = shutil.copyfile(file, folder / real.name)
+                _keep_access(file, _replaced(real, like))
+                sync(file)
+            moves.append((file, real))
+        for path in removed:
+            if path.is_dir():
+                raise IsADirectoryError(f"can't write {str(path)!r}: it is a folder: remove it, or choose another path")
+        with uninterrupted():
+            for file, real in moves:
+                file.replace(real)
+            for path in removed:
+                path.unlink(missing_ok=True)
+        for parent in {real.parent for _, real in moves}:
+            sync(parent)
+
+
+def _replaced(real: Path, like: Path | None) -> Path | None:
+    """Returns the file whose mode and owner a file at a path gets; None for those of a new file."""
+    return next((path for path in (real, like) if path is not None and path.exists()), None)
+
+
+def _keep_access(new: Path, old: Path | None) -> None:
+    """Gives a file the owner, the group, the access control list and the mode of another one.
+
+    Where the system does not let this user do so, those who lose access are more than those who gain it: nobody can
+    read the new file who can't read the old one.
+    """
+    if old is None:
+        return
+    status, own = old.stat(), new.stat()
+    mode, acl, same_group = stat.S_IMODE(status.st_mode) & 0o777, _acl(old), True
+    if (status.st_uid, status.st_gid) != (own.st_uid, own.st_gid):
+        same_group = _give(new, status.st_uid, status.st_gid) or _give(new, -1, status.st_gid)
+    if acl is None and _acl(new) is not None:
+        os.removexattr(new, _ACL)  # it came from the folder's default
+    elif acl is not None:
+        try:
+            os.setxattr(new, _ACL, acl)
+        except OSError:
+            mode &= 0o700  # without the list, the bits of the group would mean something else
+    if not same_group:
+        shared = mode & mode >> 3 & 0o7  # what both the old group and all others may do
+        mode = mode & 0o700 | shared << 3 | shared
+    new.chmod(mode)
+
+
+def _acl(path: Path) -> bytes | None:
+    """Returns the access control list of a file, or None if it has none, or the system has no such lists."""
+    try:
+        return os.getxattr(path, _ACL)
+    except (AttributeError, OSError):  # other systems, other file systems
+        return None
+
+
+def _give(path: Path, owner: int, group: int) -> bool:
+    """Returns whether this user may give a file to an owner (-1: the present one) and a group."""
+    try:
+        os.chown(path, owner, group)
+    except PermissionError:
+        return False
+    return True
 
 
 @contextlib.contextmanager

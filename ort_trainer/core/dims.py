@@ -13,13 +13,29 @@ from .errors import shown
 
 __all__ = ["evaluate", "evaluate_number", "fixed_dimensions", "holds", "symbols_of"]
 
+# Expressions come from files that nobody checked, too: these limits bound what one may cost, and it has the same value
+# in all languages. c/src/expressions.cc and js/src/expressions.ts have the same limits.
+_LONGEST = 10_000
+_MOST_OPERATIONS = 1_000
+_DEEPEST = 100
+# Whole numbers have 64 bits, as sizes and strides have.
+_BEYOND = 1 << 63
+
+
+def _power(base: Any, exponent: Any) -> Any:
+    if isinstance(base, int) and isinstance(exponent, int) and abs(base) > 1 and exponent > 63:
+        raise ValueError(f"{base} ** {exponent} is too large for a size")
+    return base**exponent
+
+
 _BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
     ast.FloorDiv: operator.floordiv,
-    ast.Div: operator.truediv,
+    ast.Div: lambda a, b: float(a) / float(b),  # as in the other languages, for numbers beyond 2**53
     ast.Mod: operator.mod,
+    ast.Pow: _power,
 }
 _UNARY: dict[type[ast.unaryop], Callable[[Any], Any]] = {ast.USub: operator.neg, ast.Not: operator.not_}
 _COMPARE: dict[type[ast.cmpop], Callable[[Any, Any], bool]] = {
@@ -30,9 +46,9 @@ _COMPARE: dict[type[ast.cmpop], Callable[[Any, Any], bool]] = {
     ast.Gt: operator.gt,
     ast.GtE: operator.ge,
 }
+_EXTREMES: dict[str, Callable[..., Any]] = {"max": max, "min": min}
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "max": max,
-    "min": min,
+    **_EXTREMES,
     "abs": abs,
     "int": int,
     "float": float,
@@ -43,26 +59,66 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
 }
 
 
-# Larger than any 64-bit size or stride, and than the intermediate results in computing one.
-_LARGEST_BITS = 512
-
-
-def _power(base: Any, exponent: Any) -> Any:
-    """Raises for powers too large to be a tensor size: an expression from a file could otherwise run forever."""
-    if isinstance(base, int) and isinstance(exponent, int) and base.bit_length() * abs(exponent) > _LARGEST_BITS:
-        raise ValueError(f"{base} ** {exponent} is too large for a size")
-    return base**exponent
-
-
-_BINARY[ast.Pow] = _power
-
-
 @functools.lru_cache(maxsize=4096)
 def _parse(expression: str) -> ast.expr:
+    """Returns a checked expression.
+
+    Raises:
+        ValueError: If it is too large, or contains anything but arithmetic over dimensions.
+    """
     try:
-        return ast.parse(expression, mode="eval").body
-    except (SyntaxError, RecursionError, MemoryError) as error:
-        raise ValueError(f"{shown(expression)} is not arithmetic over dimensions: {error!r}") from error
+        if len(expression) > _LONGEST:
+            raise ValueError(f"it has {len(expression)} characters, and at most {_LONGEST} are allowed")
+        parsed = ast.parse(expression, mode="eval").body
+        _check(parsed)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise ValueError(f"{shown(expression)} is not arithmetic over dimensions: {error}") from error
+    return parsed
+
+
+def _check(expression: ast.expr) -> None:
+    pending, operations = [(expression, 0)], 0
+    while pending:
+        node, depth = pending.pop()
+        operands = _operands(node)
+        operations += max(len(operands) - 1, bool(operands))
+        if operations > _MOST_OPERATIONS or depth > _DEEPEST:
+            raise ValueError(f"it has more than {_MOST_OPERATIONS} operations, or is nested more than {_DEEPEST} deep")
+        # A chain, such as a + b + c, is no deeper than each of its operands.
+        chained = node.left if isinstance(node, ast.BinOp) else None
+        pending += [(part, depth + (part is not chained)) for part in operands]
+
+
+def _operands(node: ast.expr) -> list[ast.expr]:
+    """Returns the operands of an operation; a number and a symbol have none."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, (bool, int, float)):
+        _checked(node.value)
+        return []
+    if isinstance(node, ast.BinOp) and type(node.op) in _BINARY:
+        return [node.left, node.right]
+    if isinstance(node, ast.UnaryOp) and type(node.op) in _UNARY:
+        return [node.operand]
+    if isinstance(node, ast.BoolOp):
+        return node.values
+    if isinstance(node, ast.IfExp):
+        return [node.test, node.body, node.orelse]
+    if isinstance(node, ast.Compare) and all(type(op) in _COMPARE for op in node.ops):
+        return [node.left, *node.comparators]
+    if isinstance(node, ast.Call) and not node.keywords:
+        name = _called(node)
+        if name == "dim":
+            _symbol(node)
+            return []
+        if name in _FUNCTIONS and (len(node.args) > 1 if name in _EXTREMES else len(node.args) == 1):
+            return node.args
+    raise ValueError(f"{shown(ast.unparse(node))} is not allowed")
+
+
+def _called(call: ast.Call) -> str:
+    function = call.func
+    if isinstance(function, ast.Attribute) and isinstance(function.value, ast.Name):
+        return f"{function.value.id}.{function.attr}"
+    return function.id if isinstance(function, ast.Name) else ""
 
 
 def evaluate(expression: int | str, sizes: Mapping[str, int]) -> int:
@@ -74,29 +130,41 @@ def evaluate(expression: int | str, sizes: Mapping[str, int]) -> int:
         sizes: Size of every symbol.
 
     Raises:
-        ValueError: If the expression contains anything else.
+        ValueError: If the expression contains anything else, or it or a part of it has no value: it divides by zero, or
+            a number is not finite or has more than 64 bits.
         KeyError: If a symbol has no size.
     """
-    return expression if isinstance(expression, int) else int(evaluate_number(expression, sizes))
+    return expression if isinstance(expression, int) else int(_checked(int(evaluate_number(expression, sizes))))
 
 
 def evaluate_number(expression: str, sizes: Mapping[str, int]) -> float:
     """Returns the value of an expression that need not be a size, such as a ratio of two; see :func:`evaluate`."""
-    parsed = _parse(expression)
     try:
-        value = _evaluate(parsed, sizes)
-        int(value)  # neither complex nor infinite
-    except (RecursionError, OverflowError, TypeError) as error:
-        raise ValueError(f"{shown(expression)} has no value for {shown(dict(sizes))}: {error!r}") from error
-    return value  # type: ignore[no-any-return]
+        return _number(expression, sizes)
+    except ZeroDivisionError as error:
+        raise _no_value(expression, sizes, "it divides by zero") from error
 
 
 def holds(condition: int | str, sizes: Mapping[str, int]) -> bool:
     """Returns whether a condition is true for the given sizes; a division by zero makes it false."""
     try:
-        return bool(evaluate(condition, sizes))
+        return bool(condition if isinstance(condition, int) else _number(condition, sizes))
     except ZeroDivisionError:
         return False
+
+
+def _number(expression: str, sizes: Mapping[str, int]) -> float:
+    parsed = _parse(expression)
+    try:
+        return _evaluate(parsed, sizes)  # type: ignore[no-any-return]
+    except OverflowError as error:
+        raise _no_value(expression, sizes, "a number in it is not finite") from error
+    except (ValueError, RecursionError) as error:
+        raise _no_value(expression, sizes, str(error)) from error
+
+
+def _no_value(expression: str, sizes: Mapping[str, int], reason: str) -> ValueError:
+    return ValueError(f"{shown(expression)} has no value for {shown(dict(sizes))}: {reason}")
 
 
 def symbols_of(expression: int | str) -> set[str]:
@@ -110,32 +178,48 @@ def symbols_of(expression: int | str) -> set[str]:
 def _symbol(call: ast.Call) -> str:
     argument = call.args[0] if len(call.args) == 1 else None
     if not isinstance(argument, ast.Constant) or not isinstance(argument.value, str):
-        raise ValueError(f"a symbol must be written as dim('name'), not as {ast.unparse(call)}")
+        raise ValueError(f"a symbol must be written as dim('name'), not as {shown(ast.unparse(call))}")
     return argument.value
 
 
 def _evaluate(node: ast.expr, sizes: Mapping[str, int]) -> Any:
-    if isinstance(node, ast.Constant) and isinstance(node.value, (bool, int, float)):
+    if isinstance(node, ast.Constant):
         return node.value
-    if isinstance(node, ast.BinOp) and type(node.op) in _BINARY:
-        return _BINARY[type(node.op)](_evaluate(node.left, sizes), _evaluate(node.right, sizes))
-    if isinstance(node, ast.UnaryOp) and type(node.op) in _UNARY:
-        return _UNARY[type(node.op)](_evaluate(node.operand, sizes))
+    if isinstance(node, ast.BinOp):
+        chain = []
+        while isinstance(node, ast.BinOp):
+            chain.append(node)
+            node = node.left
+        value = _evaluate(node, sizes)
+        for link in reversed(chain):
+            value = _checked(_BINARY[type(link.op)](value, _evaluate(link.right, sizes)))
+        return value
+    if isinstance(node, ast.UnaryOp):
+        return _checked(_UNARY[type(node.op)](_evaluate(node.operand, sizes)))
     if isinstance(node, ast.BoolOp):
         values = (_evaluate(value, sizes) for value in node.values)
         return all(values) if isinstance(node.op, ast.And) else any(values)
     if isinstance(node, ast.IfExp):
         return _evaluate(node.body if _evaluate(node.test, sizes) else node.orelse, sizes)
-    if isinstance(node, ast.Compare) and all(type(op) in _COMPARE for op in node.ops):
+    if isinstance(node, ast.Compare):
         sides = [_evaluate(side, sizes) for side in (node.left, *node.comparators)]
         return all(_COMPARE[type(op)](a, b) for op, a, b in zip(node.ops, sides, sides[1:], strict=False))
-    if isinstance(node, ast.Call):
-        name = ast.unparse(node.func)
-        if name == "dim":
-            return sizes[_symbol(node)]
-        if name in _FUNCTIONS:
-            return _FUNCTIONS[name](*(_evaluate(argument, sizes) for argument in node.args))
-    raise ValueError(f"{ast.unparse(node)!r} is not arithmetic over dimensions")
+    assert isinstance(node, ast.Call)  # _operands has checked it
+    name = _called(node)
+    if name == "dim":
+        return _checked(sizes[_symbol(node)])
+    return _checked(_FUNCTIONS[name](*(_evaluate(argument, sizes) for argument in node.args)))
+
+
+def _checked(value: Any) -> Any:
+    """Returns a number that is finite and no larger than a size can be."""
+    if isinstance(value, int):
+        if -_BEYOND <= value < _BEYOND:
+            return value
+        raise ValueError("a number in it has more than 64 bits")
+    if not isinstance(value, float) or not math.isfinite(value):
+        raise ValueError("a number in it is complex or not finite")
+    return value
 
 
 def fixed_dimensions(sizes: Mapping[str, int]) -> str:

@@ -15,6 +15,8 @@ from .dims import evaluate
 __all__ = ["STEPS", "IndexRange", "check_indices"]
 
 Array = np.ndarray[Any, Any]
+# Steps come from files, too: no more elements than this are derived from an input, to find out whether one is used.
+_MOST_ELEMENTS = 1 << 26
 Steps = tuple[tuple[str, tuple[Any, ...]], ...]
 
 
@@ -100,6 +102,8 @@ def _look_closer(entry: IndexRange, size: int, values: Array, sizes: Mapping[str
     places = np.arange(values.size).reshape(values.shape)
     for name, arguments in entry.steps:
         places = STEPS[name](places, *_evaluated(arguments, sizes))
+        if places.size > _MOST_ELEMENTS:
+            raise ValueError(_too_many(name, places.size))
     places = places[places >= 0].reshape(-1)
     found = places[wrong.reshape(-1)[places]]
     if not len(found):
@@ -111,6 +115,13 @@ def _look_closer(entry: IndexRange, size: int, values: Array, sizes: Mapping[str
         f"input {entry.input!r} has the value {int(values.flat[found[0]])} at {place}{others}, but {entry.operator} "
         f"uses it as an index, which must be from {-size if entry.from_end else 0} to {size - 1}{ignored}"
         f"{'; ' if entry.source else ''}{entry.source}"
+    )
+
+
+def _too_many(step: str, count: int) -> str:
+    return (
+        f"the step {step!r} of an index range makes {count} elements, and at most {_MOST_ELEMENTS} are looked at: the "
+        "model is damaged, or debug.check_indices must be off for it"
     )
 
 
@@ -147,6 +158,9 @@ def _pad(values: Array, pad: Sequence[int], value: int) -> Array:
         else:
             widths = [(0, 0)] * values.ndim
             widths[axis] = (0, amount) if behind else (amount, 0)
+            count = values.size // max(values.shape[axis], 1) * (values.shape[axis] + amount)
+            if count > _MOST_ELEMENTS:
+                raise ValueError(_too_many("constant_pad_nd", count))
             values = np.pad(values, widths, constant_values=value)
     return values
 

@@ -338,7 +338,8 @@ class CheckpointManager:
         number = before[-1].number + 1 if before else 1
         run = {"number": number, "step": state["train_step_info"]["step"], "metrics": metrics}
         parts = {_RUN: run, _POSITION: {"places": places}}
-        save_checkpoint_file(path, state, user, overwrite=True, parts=parts)
+        like = before[-1].path if before else None  # private checkpoints are followed by private ones
+        save_checkpoint_file(path, state, user, overwrite=True, parts=parts, like=like)
         found = self.checkpoints
         with atomic_path(self.directory / "latest") as temporary:
             temporary.write_text(found[-1].path.name + "\n", encoding="utf-8")

@@ -58,6 +58,7 @@ def save_checkpoint_file(
     user_dict: Mapping[str, Any],
     overwrite: bool = False,
     parts: Mapping[str, Mapping[str, Any]] | None = None,
+    like: Path | None = None,
 ) -> None:
     """Writes a checkpoint.
 
@@ -68,6 +69,7 @@ def save_checkpoint_file(
             arrays.
         overwrite: Whether to replace an existing file.
         parts: More dicts of this package's own, by name; :func:`read_parts` returns them.
+        like: A file whose mode and owner a new file gets.
 
     Raises:
         FileExistsError: If the path exists and ``overwrite`` is False.
@@ -99,7 +101,7 @@ def save_checkpoint_file(
     target = Path(file)
     if target.exists() and not overwrite:
         raise FileExistsError(f"{str(target)!r} already exists: choose another path, or pass overwrite=True")
-    with atomic_path(target) as temporary, temporary.open("wb") as opened:
+    with atomic_path(target, like) as temporary, temporary.open("wb") as opened:
         write(opened, stored, metadata)
 
 

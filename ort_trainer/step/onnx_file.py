@@ -10,8 +10,7 @@ import onnx
 import onnx_ir as ir
 import torch
 
-from ..core.atomic import atomic_path, check_target, explained, sync, temporary_folder
-from ..core.interrupts import uninterrupted
+from ..core.atomic import atomic_path, check_target, explained, replace_all, temporary_folder
 from .contract import Step
 
 __all__ = ["TYPE", "WEIGHTS", "save_model", "to_proto", "with_weights"]
@@ -47,14 +46,10 @@ def save_model(model: ir.Model, path: Path, limit: int = _MAXIMUM_PROTOBUF) -> N
     # The model names its data file, so both are written under their final names in a temporary folder. The data is
     # moved first, so a crash in between never leaves the new model without its data.
     data = f"{path.name}.data"
-    with explained(path), temporary_folder(path.parent, path.name) as folder:
-        ir.save(model, folder / path.name, external_data=data)
-        for name in (data, path.name):
-            sync(folder / name)
-        with uninterrupted():
-            for name in (data, path.name):
-                (folder / name).replace(path.with_name(name))
-    sync(path.parent)
+    with temporary_folder(path.parent, path.name) as folder:
+        with explained(path):
+            ir.save(model, folder / path.name, external_data=data)
+        replace_all([(folder / name, path.with_name(name)) for name in (data, path.name)], like=path)
 
 
 def to_proto(model: ir.Model) -> onnx.ModelProto:

@@ -39,6 +39,8 @@ DTYPES = {number: np.dtype(name) for number, name in ELEMENT_TYPES.items()}
 
 UNLOADABLE = np.dtype(np.float16)
 """The runtime can't load a file with a tensor of this type."""
+# NumPy's limit.
+_MOST_DIMENSIONS = 64
 # A builder may write a name once and share it between a parameter and its moments.
 _TEXT_SHARING = 4
 
@@ -175,7 +177,7 @@ class _Reader:
             yield name, np.empty(0, dtype) if nominal else self._array(table, name, dtype)
 
     def _array(self, table: Table, name: str, dtype: np.dtype[Any]) -> Array:
-        shape = table.integers(2)
+        shape = table.integers(2, _MOST_DIMENSIONS)
         size = math.prod(shape) * dtype.itemsize
         if any(length < 0 for length in shape):
             raise CheckpointError(f"{self._name} is damaged: {name!r} has the invalid shape {list(shape)}")

@@ -63,9 +63,11 @@ class Table:
         """Returns a view of a vector of bytes; None if it is missing."""
         return self._vector(field, 1)
 
-    def integers(self, field: int) -> tuple[int, ...]:
-        """Returns a vector of ints of 64 bits."""
+    def integers(self, field: int, most: int) -> tuple[int, ...]:
+        """Returns a vector of ints of 64 bits; tables may share it, so a long one could be read any number of times."""
         found = self._vector(field, 8)
+        if found is not None and len(found) > 8 * most:
+            raise self._damaged(f"a vector in it has {len(found) // 8} numbers, and at most {most} are possible")
         return () if found is None else struct.unpack(f"<{len(found) // 8}q", found)
 
     def table(self, field: int) -> Table | None:

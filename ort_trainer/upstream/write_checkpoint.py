@@ -66,7 +66,7 @@ def write_upstream_checkpoint(
     # The data file moves into place first, so a crash in between never leaves a checkpoint without its data.
     with contextlib.ExitStack() as stack:
         temporary = stack.enter_context(atomic_path(path))
-        data = stack.enter_context(atomic_path(Path(f"{path}.data")))
+        data = stack.enter_context(atomic_path(Path(f"{path}.data"), like=path))
         with data.open("wb") as file:
             content = _Writer(checkpoint, file).write()
         temporary.write_bytes(content)

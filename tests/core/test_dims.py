@@ -1,39 +1,42 @@
 from __future__ import annotations
 
+import re
+import time
+
 import pytest
 
-from ort_trainer.core.dims import evaluate, symbols_of
+from ort_trainer.core.dims import evaluate, evaluate_number, holds, symbols_of
 
-SIZES = {"batch": 6, "seq len": 5}
-
-
-@pytest.mark.parametrize(
-    ("expression", "value"),
-    [
-        (7, 7),
-        ("dim('batch')", 6),
-        ("dim('batch')*dim('seq len') - 4", 26),
-        ("(dim('batch') + 1)//2", 3),
-        ("dim('batch') % 4", 2),
-        ("dim('batch')**2", 36),
-        ("max(dim('batch'), 10)", 10),
-        ("-dim('batch')", -6),
-        ("dim('batch') == 6 and dim('seq len') <= 5", 1),
-        ("dim('batch') < 6 or not dim('seq len') == 5", 0),
-        ("1 if dim('batch') > 5 else 2", 1),
-        ("math.floor(dim('seq len') / 2)", 2),
-    ],
-)
-def test_arithmetic(expression: int | str, value: int) -> None:
-    assert evaluate(expression, SIZES) == value
+from ..portable.expressions import DIVISIONS_BY_ZERO, REFUSED, SIZES, VALUES
 
 
-@pytest.mark.parametrize(
-    "expression", ["__import__('os')", "dim(3)", "batch", "(lambda: 1)()", "'a'", "dim.x", "[1][0]", "open('f')"]
-)
-def test_nothing_else_is_evaluated(expression: str) -> None:
-    with pytest.raises(ValueError, match=r"not arithmetic|must be written as dim"):
-        evaluate(expression, SIZES)
+@pytest.mark.parametrize(("expression", "value"), VALUES.items(), ids=[text[:40] for text in VALUES])
+def test_arithmetic(expression: str, value: int) -> None:
+    assert evaluate(expression, SIZES) == value and evaluate(7, SIZES) == 7
+    assert holds(expression, SIZES) == bool(value)
+
+
+@pytest.mark.parametrize("expression", REFUSED, ids=[text[:40] for text in REFUSED])
+def test_what_is_refused_is_named_at_once(expression: str) -> None:
+    start = time.process_time()
+    for function in (evaluate, holds):
+        text = f"{re.escape(repr(expression[:20])[:-1])}.* (is not arithmetic over dimensions|has no value for .*):"
+        with pytest.raises(ValueError, match=text.replace('"', ".").replace("'", ".")):
+            function(expression, SIZES)
+    assert time.process_time() - start < 1
+
+
+@pytest.mark.parametrize("expression", DIVISIONS_BY_ZERO)
+def test_divisions_by_zero(expression: str) -> None:
+    assert not holds(expression, SIZES)
+    for function in (evaluate, evaluate_number):
+        with pytest.raises(ValueError, match="has no value for .*: it divides by zero"):
+            function(expression, SIZES)
+
+
+def test_a_size_from_a_file_that_is_no_size() -> None:
+    with pytest.raises(ValueError, match="has more than 64 bits"):
+        evaluate("dim('batch') > 0", {"batch": 1 << 70})
 
 
 def test_symbols() -> None:

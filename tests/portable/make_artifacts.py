@@ -13,6 +13,8 @@ from torch import nn
 from ort_trainer import ORTTrainer, ORTTrainerOptions, optim
 from ort_trainer.api import CheckpointState, Module, Optimizer
 
+from expressions import DIVISIONS_BY_ZERO, REFUSED, SIZES, VALUES  # isort: skip, beside this file
+
 BUILD = Path(__file__).parents[2] / "build" / "portable"
 # Numbers and texts that other languages write in another way than Python.
 PROPERTIES = {
@@ -83,6 +85,8 @@ def write(name: str, module: nn.Module, desc: Any, config: Any, scheduler: Any, 
 def main() -> None:
     """Writes all folders."""
     BUILD.mkdir(parents=True, exist_ok=True)
+    known = {"sizes": SIZES, "values": VALUES, "refused": REFUSED, "divisions": DIVISIONS_BY_ZERO}
+    (BUILD.parent / "expressions.json").write_text(json.dumps(known), encoding="utf-8")
     torch.manual_seed(0)
     rng = np.random.default_rng(0)
     desc = {

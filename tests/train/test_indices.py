@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from ort_trainer import ORTTrainer, ORTTrainerOptions, optim
-from ort_trainer.core.indices import STEPS
+from ort_trainer.core.indices import STEPS, IndexRange, check_indices
 from ort_trainer.step import Step
 from tests.helpers import MLP, assert_same_state, mlp_batches, mlp_trainer
 
@@ -204,3 +205,18 @@ def test_the_check_can_be_switched_off() -> None:
     counted_from_the_end = torch.where(label == 2, -1, label)
     ours, theirs = (trainer.eval_step(x, given)[0].item() for given in (counted_from_the_end, label))
     assert ours == theirs
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        (("expand", (("dim('n') * 1000000000000", 2),)),),
+        (("expand", ((1 << 30, 2),)), ("reshape", ((-1,),))),
+        (("constant_pad_nd", ((0, 1 << 40), -1)),),
+        (("constant_pad_nd", ((0, 0, 1 << 40, 0), -1)),),
+    ],
+)
+def test_steps_of_a_file_that_would_take_all_memory(steps: tuple) -> None:
+    entry = IndexRange("label", 3, operator="cross_entropy_loss", steps=steps)
+    with pytest.raises(ValueError, match=r"step '\w+' of an index range makes \d+ elements, and at most 67108864"):
+        check_indices([(entry, 3)], lambda name: np.full((1, 2), 5), lambda: {"n": 2})

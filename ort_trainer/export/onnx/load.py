@@ -9,10 +9,8 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import google.protobuf.message
-import numpy as np
 import onnx
 import onnx_ir as ir
 import onnx_ir.passes.common as common_passes
@@ -22,6 +20,7 @@ from ...core.errors import ExportError, shown
 from ...step.onnx_file import TYPE, WEIGHTS
 from .classical import name_coefficients, outputs_before_maps, select_features, without_maps
 from .external_data import check_external_data
+from .memory import Memory, check_calls
 from .shapes import fixed_sizes
 from .values import tensor_of
 
@@ -122,7 +121,11 @@ def load_onnx_model(source: onnx.ModelProto | str | os.PathLike[str] | bytes) ->
 def _load(source: onnx.ModelProto | str | os.PathLike[str] | bytes) -> OnnxModel:
     proto, folder = _read(source)
     proto, types = without_maps(proto)
-    file, model = _from_proto(proto, folder), _from_proto(proto, folder)
+    file, model = ir.from_proto(proto), ir.from_proto(proto)
+    check_calls(model)
+    memory = Memory(model, folder)
+    memory.own(file)
+    memory.own(model)
     order = tuple(file.graph.initializers)
     coefficients = name_coefficients(model)
     select_features(model)
@@ -151,7 +154,7 @@ def _load(source: onnx.ModelProto | str | os.PathLike[str] | bytes) -> OnnxModel
     inputs = tuple(str(value.name) for value in graph.inputs if not value.is_initializer())
     names = [*(name for name in graph.initializers if name in weights)]
     names += [name for name in graph.initializers if name in statistics]
-    tensors = {name: tensor_of(_const(graph.initializers[name])) for name in names}
+    tensors = {name: tensor_of(_const(graph.initializers[name])) for name in names}  # in the memory above
     file = _with_inputs(file, inputs, [name for name in names if name not in coefficients])
     for value in file.graph.outputs:
         if value.name in types:
@@ -168,19 +171,8 @@ def _load(source: onnx.ModelProto | str | os.PathLike[str] | bytes) -> OnnxModel
     )
 
 
-def _from_proto(proto: onnx.ModelProto, folder: Path | None) -> ir.Model:
-    """Returns a model that does not need the files of its external data any more."""
-    model = ir.from_proto(proto)
-    ir.external_data.set_base_dir(model.graph, "" if folder is None else str(folder))
-    for part in model.graphs():
-        for name, value in part.initializers.items():
-            if isinstance(value.const_value, ir.ExternalTensor):
-                value.const_value = ir.tensor(_array(value), dtype=value.dtype, name=name)
-    return model
-
-
 def _with_inputs(model: ir.Model, inputs: Collection[str], weights: Sequence[str]) -> ir.Model:
-    """Returns a copy of a model whose weights are inputs: it keeps neither their values nor the user's proto alive."""
+    """Makes weights inputs, so that the model does not keep their values alive."""
     graph = model.graph
     own = [value for value in graph.inputs if value.name in inputs]
     values = [graph.initializers.pop(name) for name in weights]
@@ -188,7 +180,7 @@ def _with_inputs(model: ir.Model, inputs: Collection[str], weights: Sequence[str
         value.const_value = None
     graph.inputs.clear()
     graph.inputs.extend([*own, *values])
-    return ir.from_proto(ir.to_proto(model))
+    return model
 
 
 def _read(source: onnx.ModelProto | str | os.PathLike[str] | bytes) -> tuple[onnx.ModelProto, Path | None]:
@@ -267,10 +259,3 @@ def _with_weights(value: ir.Value) -> bool:
 def _const(value: ir.Value) -> ir.TensorProtocol:
     assert value.const_value is not None
     return value.const_value
-
-
-def _array(value: ir.Value) -> np.ndarray[Any, Any]:
-    try:
-        return _const(value).numpy()
-    except Exception as error:
-        raise ExportError(f"the external data of {value.name!r} can't be read: {error}") from error

@@ -63,14 +63,22 @@ class OnnxModule(nn.Module):
         self._constants: dict[int, torch.Tensor] = {}
         self._known: dict[int, np.ndarray[Any, Any]] = {}
         self._statistics = frozenset(plan.inputs[name] for name in loaded.buffers)
+        taken: set[int] = set()  # a file may give several weights the same memory, but each is trained on its own
+
+        def own(tensor: torch.Tensor) -> torch.Tensor:
+            found = tensor.clone() if copy or tensor.data_ptr() in taken else tensor
+            taken.add(found.data_ptr())
+            return found
+
         for name, tensor in loaded.parameters.items():
             # Weights in half precision are kept, and trained, in single precision, and rounded where they are used.
-            master = tensor.float() if tensor.dtype in _HALVES else tensor.clone() if copy else tensor
+            master = tensor.float() if tensor.dtype in _HALVES else own(tensor)
             self._store(plan.inputs[name], name, nn.Parameter(master, requires_grad=name not in loaded.frozen))
         for name, tensor in loaded.buffers.items():
-            self._store(plan.inputs[name], name, tensor.clone() if copy else tensor)
+            self._store(plan.inputs[name], name, own(tensor))
+        made: dict[Any, torch.Tensor] = {}
         for number, constant in plan.constants.items():
-            value = tensor_of(constant.value)
+            value = tensor_of(constant.value, made)
             self._constants[number] = value
             if value.numel() <= _MOST_KNOWN and value.dtype not in _NOT_KNOWN:
                 self._known[number] = value.numpy()

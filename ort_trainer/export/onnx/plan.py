@@ -16,6 +16,7 @@ import onnx_ir as ir
 import torch
 
 from ...core.errors import ExportError, shown
+from .memory import without_data
 from .registry import Node, Operator, attributes_of, find_operator
 from .values import torch_dtype
 
@@ -137,7 +138,7 @@ def _opsets(imports: Mapping[str, int]) -> dict[str, int]:
 def _infer_types(model: ir.Model) -> None:
     """Writes the types into the model that ONNX infers: a value whose type is unknown then has the type None."""
     try:
-        inferred = ir.from_proto(onnx.shape_inference.infer_shapes(ir.to_proto(model)))
+        inferred = ir.from_proto(onnx.shape_inference.infer_shapes(ir.to_proto(without_data(model))))
     except onnx.shape_inference.InferenceError as error:
         raise ExportError(f"the ONNX model is damaged: ONNX can't infer its types: {error}") from None
     for graph, other in zip(model.graphs(), inferred.graphs(), strict=True):

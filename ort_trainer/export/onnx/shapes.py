@@ -5,16 +5,30 @@ from __future__ import annotations
 import onnx
 import onnx_ir as ir
 
+from .memory import without_data
+
 __all__ = ["dtype_of", "fixed_sizes", "infer_shapes", "known_shapes", "shape_of"]
+
+# ONNX propagates the values of shapes through all vectors, and takes 76 bytes for each element, known or not.
+_MOST_PROPAGATED = 1 << 22
 
 
 def infer_shapes(model: ir.Model) -> None:
     """Writes the types and shapes that ONNX infers into a model; onnx_ir's own pass turns sequences into tensors."""
-    inferred = onnx.shape_inference.infer_shapes(ir.to_proto(model), data_prop=True)
+    proto = ir.to_proto(without_data(model))
+    inferred = onnx.shape_inference.infer_shapes(proto)
+    if sum(map(_elements, (*inferred.graph.input, *inferred.graph.value_info))) <= _MOST_PROPAGATED:
+        inferred = onnx.shape_inference.infer_shapes(proto, data_prop=True)
     values = ir.convenience.create_value_mapping(model.graph, include_subgraphs=False)
     for info in (*inferred.graph.output, *inferred.graph.value_info):
         if info.name in values:
             ir.serde.deserialize_value_info_proto(info, values[info.name])
+
+
+def _elements(info: onnx.ValueInfoProto) -> int:
+    """Returns the number of elements of a vector; 0 for what is none."""
+    dims = info.type.tensor_type.shape.dim
+    return int(dims[0].dim_value) if len(dims) == 1 else 0
 
 
 def fixed_sizes(model: ir.Model) -> ir.Model:

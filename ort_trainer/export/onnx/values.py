@@ -55,6 +55,8 @@ _BITS: dict[torch.dtype, Any] = {
     torch.float8_e5m2fnuz: np.uint8,
     torch.float8_e8m0fnu: np.uint8,
 }
+# Of PyTorch's allocator on the CPU, in bytes.
+_ALIGNMENT = 64
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
@@ -83,17 +85,37 @@ def torch_dtype(dtype: ir.DataType | int) -> torch.dtype:
         ) from None
 
 
-def tensor_of(tensor: ir.TensorProtocol) -> torch.Tensor:
-    """Returns a copy of a tensor of the model, in memory that is aligned as PyTorch's is."""
+def tensor_of(
+    tensor: ir.TensorProtocol, made: dict[tuple[int, int, ir.DataType], torch.Tensor] | None = None
+) -> torch.Tensor:
+    """Returns a tensor of the model, in memory that is aligned as PyTorch's is; it may be that of the argument.
+
+    Args:
+        tensor: The tensor.
+        made: The results of other calls, which those for the same memory share.
+    """
+    raw = getattr(tensor, "raw", None)
+    key = (raw.ctypes.data, raw.nbytes, tensor.dtype) if isinstance(raw, np.ndarray) else (0, 0, tensor.dtype)
+    if made is None or key not in made:
+        flat = _flat(tensor)
+        if made is None or not key[0]:
+            return flat.reshape(tensor.shape.numpy())
+        made[key] = flat
+    return made[key].reshape(tensor.shape.numpy())
+
+
+def _flat(tensor: ir.TensorProtocol) -> torch.Tensor:
     dtype = torch_dtype(tensor.dtype)
-    values = np.ascontiguousarray(tensor.numpy()).reshape(tensor.shape.numpy())
+    values = np.ascontiguousarray(tensor.numpy()).reshape(-1)
     if tensor.dtype == ir.DataType.FLOAT4E2M1:
         return torch.tensor(values.astype(np.float32)).to(dtype)
     if tensor.dtype in _WIDER:
         return torch.tensor(values.astype(np.int8 if dtype == torch.int8 else np.uint8))
     if dtype in _BITS:
-        return torch.tensor(values.view(_BITS[dtype])).view(dtype)
-    return torch.tensor(values)
+        values = values.view(_BITS[dtype])
+    shared = values.flags.writeable and values.ctypes.data % _ALIGNMENT == 0
+    found = torch.from_numpy(values) if shared else torch.tensor(values)
+    return found.view(dtype) if dtype in _BITS else found
 
 
 def is_known(value: Value) -> TypeGuard[Known]:

@@ -12,6 +12,8 @@ from ..registry import Node, known_operator, operator
 from ..values import Known, as_tensor, integers, known, numbers
 
 _Tensor = torch.Tensor
+# Larger results are tensors, which take no memory while a model is traced, whatever size a model asks for.
+_MOST_FILLED, _MOST_EXPANDED = 64, 1024
 
 
 @operator("Identity", known=True)
@@ -142,7 +144,8 @@ def _expand(x: _Tensor, shape: Any, *, node: Node) -> _Tensor:
 def _expand_known(x: Known, shape: Known) -> Any:
     if shape.dtype == object:
         return NotImplemented
-    return np.broadcast_to(x, np.broadcast_shapes(x.shape, tuple(shape.tolist())))
+    sizes = np.broadcast_shapes(x.shape, tuple(shape.tolist()))
+    return np.broadcast_to(x, sizes) if math.prod(sizes) <= _MOST_EXPANDED else NotImplemented
 
 
 @operator("Tile", since=6, known=(1,))
@@ -181,8 +184,10 @@ def _range_known(start: Known, limit: Known, delta: Known) -> Any:
     values = [start, limit, delta]
     if any(value.dtype.kind not in "iu" for value in values):
         return NotImplemented
-    result = np.arange(start.item(), limit.item(), delta.item(), dtype=start.dtype)
-    return result if result.size <= 64 else NotImplemented
+    count = len(range(start.item(), limit.item(), delta.item()))
+    if count > _MOST_FILLED:
+        return NotImplemented
+    return np.arange(start.item(), limit.item(), delta.item(), dtype=start.dtype)
 
 
 @operator("ConstantOfShape", since=9, known=True)
@@ -193,7 +198,7 @@ def _constant_of_shape(shape: Any, *, value: Any = None, node: Node) -> _Tensor:
 
 @known_operator("ConstantOfShape", since=9)
 def _constant_of_shape_known(shape: Known, *, value: Any = None) -> Any:
-    if shape.dtype == object or int(np.prod(shape)) > 64:
+    if shape.dtype == object or math.prod(shape.tolist()) > _MOST_FILLED:
         return NotImplemented
     filling = np.zeros(1, np.float32) if value is None else np.array(value).reshape(1)
     return NotImplemented if filling.dtype.kind not in "iufb" else np.full(shape.tolist(), filling[0], filling.dtype)
