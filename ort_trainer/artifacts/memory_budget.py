@@ -10,13 +10,13 @@ import logging
 import re
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from ..core.atomic import temporary_folder
 from ..core.errors import shown
 from ..state.training_api import read_checkpoint
 from .files import CHECKPOINT
@@ -71,13 +71,13 @@ def choose_trained(
 
     def peak(count: int) -> int:
         if count not in measured:
-            with tempfile.TemporaryDirectory(prefix="ort_trainer_") as folder:
-                export(order[:count], Path(folder))
+            with temporary_folder() as folder:
+                export(order[:count], folder)
                 if not count:
-                    order.extend(_order(trained, read_checkpoint(Path(folder) / CHECKPOINT).parameters))
+                    order.extend(_order(trained, read_checkpoint(folder / CHECKPOINT).parameters))
                 # An input may have the name of an argument of NumPy's.
-                np.savez(Path(folder) / BATCH, allow_pickle=False, **{f"_{name}": arrays[name] for name in arrays})
-                measured[count] = _measured(Path(folder))
+                np.savez(folder / BATCH, allow_pickle=False, **{f"_{name}": arrays[name] for name in arrays})
+                measured[count] = _measured(folder)
             _log.info("with %d of %d parameters frozen, training takes %s", count, len(trained), _said(measured[count]))
         return measured[count]
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import onnx
 
+from ..core.atomic import temporary_folder
 from ..engine.ort import CPU, engine, make_session, own_options, providers_for
 from .files import FILES
 
@@ -58,8 +58,8 @@ def _optimized(path: Path) -> onnx.ModelProto:
     """Returns a model as ONNX Runtime runs it, but for what depends on the processor."""
     options = own_options()
     options.graph_optimization_level = engine().GraphOptimizationLevel.ORT_ENABLE_EXTENDED
-    with tempfile.TemporaryDirectory(prefix="ort_trainer_") as folder:
-        options.optimized_model_filepath = str(Path(folder) / "model.onnx")
+    with temporary_folder() as folder:
+        options.optimized_model_filepath = str(folder / "model.onnx")
         make_session(path.read_bytes(), options, providers_for(CPU))
         return onnx.load(options.optimized_model_filepath)
 

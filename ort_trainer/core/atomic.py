@@ -241,18 +241,23 @@ def _give(path: Path, owner: int, group: int) -> bool:
 
 
 @contextlib.contextmanager
-def temporary_folder(folder: Path, name: str) -> Iterator[Path]:
-    """Yields a new folder for files that will be moved, and removes it when the block ends.
+def temporary_folder(folder: Path | None = None, name: str = "ort_trainer") -> Iterator[Path]:
+    """Yields a new folder that only this user can read, and removes it when the block ends.
 
-    A killed process leaves its folder; the next write of the same name removes it, except on Windows.
+    A killed process leaves its folder; the next one of the same name removes it, except on Windows.
 
     Args:
-        folder: The parent folder.
+        folder: The parent folder, if files are to be moved out of it; None for the system's temporary folder.
         name: Name of what is written.
     """
-    import glob  # here, so that readers import neither
+    import glob  # here, so that readers import none of these
     import shutil
 
+    if folder is None:
+        import tempfile
+        from pathlib import Path
+
+        folder = Path(tempfile.gettempdir())
     with uninterrupted():
         path = folder / f"{_temporary_name(name)}{_FOLDER}"
         path.mkdir(0o700)

@@ -6,6 +6,7 @@ In the formulas, s is ``optimization_step`` (updates completed before this one),
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -16,12 +17,19 @@ from .config import OptimizerConfig
 from .step_info import TrainStepInfo
 
 __all__ = [
+    "ATTRIBUTES",
     "ConstantWarmupLRScheduler",
     "CosineWarmupLRScheduler",
     "LRScheduler",
     "LinearWarmupLRScheduler",
     "PolyWarmupLRScheduler",
 ]
+
+
+ATTRIBUTES = "attributes"
+"""Key of the attributes of a user's own schedule in its state."""
+# What is no attribute of a user's schedule, and where schedules of this package are.
+_OWN, _HERE = frozenset({"_config", "_last_lr"}), f"{__name__.partition('.')[0]}."
 
 
 def _real(name: str, value: Any, *, positive: bool = False) -> float:
@@ -74,8 +82,16 @@ class LRScheduler:
         return self._last_lr
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the state for a checkpoint: JSON values only. Override it in subclasses with more state."""
-        return {"last_lr": [float(lr) for lr in self._known_lr()]}
+        """Returns the state for a checkpoint: JSON values only.
+
+        As in PyTorch, the attributes of your own subclass are part of it: numbers, strings, bools, None, and lists and
+        dicts of them. Override this method and the next one for state of other types.
+        """
+        found: dict[str, Any] = {"last_lr": [float(lr) for lr in self._known_lr()]}
+        own = {key: value for key, value in vars(self).items() if key not in _OWN and _is_plain(value)}
+        if own and not type(self).__module__.startswith(_HERE):
+            found[ATTRIBUTES] = copy.deepcopy(own)
+        return found
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restores a state from :meth:`state_dict`.
@@ -86,7 +102,23 @@ class LRScheduler:
         rates = [float(rate) for rate in state_dict["last_lr"]]
         if not all(math.isfinite(rate) and rate >= 0 for rate in rates):
             raise ValueError(f"last_lr must hold finite numbers of at least 0, but it is {shown(rates)}")
+        attributes = state_dict.get(ATTRIBUTES, {})
+        if not isinstance(attributes, Mapping) or not _is_plain(attributes):
+            raise TypeError(f"{ATTRIBUTES} must be a dict of plain values, but it is {shown(attributes)}")
+        unknown = sorted(attributes.keys() - vars(self).keys() | attributes.keys() & _OWN)
+        if unknown:
+            raise ValueError(f"{type(self).__name__} has no attributes {unknown}")
         self._last_lr = rates
+        vars(self).update(copy.deepcopy(dict(attributes)))
+
+
+def _is_plain(value: Any) -> bool:
+    """Returns whether a value survives a checkpoint as it is."""
+    if isinstance(value, Mapping):
+        return type(value) is dict and all(type(key) is str and _is_plain(entry) for key, entry in value.items())
+    return (
+        all(map(_is_plain, value)) if type(value) is list else value is None or type(value) in (bool, int, float, str)
+    )
 
 
 def _listed(given: Any) -> list[float]:

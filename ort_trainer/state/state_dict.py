@@ -18,14 +18,16 @@ if TYPE_CHECKING:
 
     from .differences import Differences
 
-__all__ = ["Contents", "read", "to_state_dict"]
+__all__ = ["LOSSES", "Contents", "read", "to_state_dict"]
 
 # The keys that legacy wrote, and those added since. Only this package writes the latter.
 _LEGACY_KEYS = ("model", "optimizer", "trainer_options", "train_step_info", "partition_info")
 _NEW_KEYS = (
     *("window", "random", "random_states", "transient_buffers", "gradients", "outside"),
-    *("loss_scaler", "lr_scheduler", "torch_optimizer"),
+    *("loss_scaler", "lr_scheduler", "torch_optimizer", "losses"),
 )
+LOSSES = "losses"
+"""Key of the number of the last losses that were not finite; left out if the last one was finite."""
 _OBJECTS = ("loss_scaler", "lr_scheduler", "torch_optimizer")
 # Limit for the counts of steps and updates.
 _HIGHEST_COUNT = 1 << 62
@@ -172,6 +174,9 @@ class _Reader:
         else:
             _warn_missing("optimizer")
         found.objects = {key: dict(_mapping(given, key, "state_dict")) for key in _OBJECTS if key in given}
+        if LOSSES in given:
+            count = _mapping(given, LOSSES, "state_dict").get("nonfinite")
+            found.objects[LOSSES] = {"nonfinite": _count(count, f"state_dict[{LOSSES}][nonfinite]")}
         kind = self.contents.torch_optimizer
         if kind is not None and "optimizer" in given and "torch_optimizer" not in given:
             warn(f"Missing key: torch_optimizer in state_dict: the trainer's {kind} keeps its current moments")

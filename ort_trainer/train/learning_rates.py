@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from ..core.errors import shown
 from ..optim import LRScheduler, OptimizerConfig
+from ..optim.lr_scheduler import ATTRIBUTES
 from ..optim.step_info import TrainStepInfo
 from ..optim.torch_state import as_types_of, check_groups, check_like, check_schedule
 from ..state.differences import compare_keys
@@ -112,7 +113,9 @@ class _Scheduled(LearningRates):
 
     def load_state_dict(self, state: Mapping[str, Any] | None, strict: bool) -> None:
         if state is not None:
-            load_state(self.scheduler, state, "lr_scheduler", strict)
+            own = self.scheduler.state_dict()
+            missing = {ATTRIBUTES: own[ATTRIBUTES]} if ATTRIBUTES in own else {}  # from an earlier version
+            load_state(self.scheduler, {**missing, **state}, "lr_scheduler", strict)
 
     def _checked(self, given: Sequence[Any], name: str) -> list[float]:
         """Checks the rates that a schedule's get_lr() returned and converts them to floats."""

@@ -126,11 +126,14 @@ class FiniteLosses:
 
     Args:
         limit: The number of them that is an error.
+
+    Attributes:
+        count: How many of the last losses were not finite.
     """
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._count = 0
+        self.count = 0
 
     def check_fetched(self, names: Collection[str], loss: str) -> None:
         """Checks that a step fetches the loss.
@@ -152,12 +155,12 @@ class FiniteLosses:
         """
         value = outputs[step.loss].item()
         if math.isfinite(value):
-            self._count = 0
-        elif self._count + 1 < self._limit:
-            self._count += 1
+            self.count = 0
+        elif self.count + 1 < self._limit:
+            self.count += 1
         else:
-            before = f", as were the {self._count} before it" if self._count > 1 else ""
-            before = ", as was the one before it" if self._count == 1 else before
+            before = f", as were the {self.count} before it" if self.count > 1 else ""
+            before = ", as was the one before it" if self.count == 1 else before
             raise FloatingPointError(
                 f"the loss is {value}{before}: {_OPTION} is {self._limit}. This step was not taken: weights, gradients "
                 "and counters are unchanged. Check the batch and the learning rate, or go back to a checkpoint"

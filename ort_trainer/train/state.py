@@ -20,7 +20,7 @@ from ..optim.parts import Named
 from ..optim.torch_optimizer import TorchOptimizerConfig
 from ..state.bfloat16 import array_of, tensor_of
 from ..state.state import Array, State
-from ..state.state_dict import read, to_state_dict
+from ..state.state_dict import LOSSES, read, to_state_dict
 from .strategy import Meeting, Strategy, check_done, together
 from .transaction import in_transaction
 
@@ -143,6 +143,8 @@ def load(loop: TrainingLoop, given: Callable[[], Mapping[str, Any]], strict: boo
         if "torch_optimizer" in objects and isinstance(config, TorchOptimizerConfig):
             config.load_state_dict(objects["torch_optimizer"])
         undo.pop_all()
+        if loop.losses is not None and restored.step is not None:
+            loop.losses.count = objects.get(LOSSES, {}).get("nonfinite", 0)
         loop.restore(restored)
 
 
@@ -206,6 +208,7 @@ def gather(loop: TrainingLoop, meeting: Meeting, keep: bool = True) -> State:
         optimizer |= {key: np.array([count], np.int64) for key, count in following.items()}
     floats = [name for name, value in executor.buffers.items() if value.is_floating_point()]
     objects = {"loss_scaler": loop.precision.state_dict(), "lr_scheduler": loop.rates.state_dict()}
+    objects[LOSSES] = {"nonfinite": loop.losses.count} if loop.losses is not None and loop.losses.count else None
     if optimizer is not None and isinstance(loop.config, TorchOptimizerConfig):
         objects["torch_optimizer"] = loop.config.state_dict(copy=False)
     return State(

@@ -3,6 +3,7 @@ from __future__ import annotations
 import math
 
 import pytest
+import torch
 
 from ort_trainer import TrainStepInfo, optim
 
@@ -95,3 +96,49 @@ def test_a_schedule_of_a_trainer_says_what_the_first_step_will_use() -> None:
     assert schedule.get_last_lr()[0] == trainer.options.lr_scheduler.get_last_lr()[0] == 0.1 and asked == [0, 0]
     trainer.train_step(*mlp_batches(1)[0])
     assert schedule.get_last_lr() == [0.1] and asked == [0, 0, 0]
+
+
+class Plateau(optim.LRScheduler):
+    """Halves the rate when a number has not become smaller for some updates; written as a subclass that counts."""
+
+    def __init__(self, patience: int) -> None:
+        self.patience, self.best, self.bad, self.factor = patience, math.inf, 0, 1.0
+        self.seen: list[float] = []
+        self.unstorable = object()
+
+    def tell(self, value: float) -> None:
+        self.seen.append(value)
+        self.bad = 0 if value < self.best else self.bad + 1
+        self.best = min(self.best, value)
+        if self.bad > self.patience:
+            self.bad, self.factor = 0, self.factor / 2
+
+    def get_lr(self, train_step_info: TrainStepInfo) -> list[float]:
+        return [train_step_info.optimizer_config.lr * self.factor]
+
+
+def test_a_schedule_of_your_own_goes_on_with_its_attributes() -> None:
+    first, second = Plateau(1), Plateau(1)
+    trainer = mlp_trainer({"lr_scheduler": first}, optim.SGDConfig(lr=0.2))
+    other = mlp_trainer({"lr_scheduler": second}, optim.SGDConfig(lr=0.2))
+    batches = mlp_batches(6)
+    for value, (x, y) in zip([3.0, 2.0, 2.5], batches, strict=False):
+        trainer.train_step(x, y)
+        first.tell(value)
+    state = trainer.state_dict()
+    other.load_state_dict(state)
+    assert (second.bad, second.best, second.seen) == (1, 2.0, [3.0, 2.0, 2.5]) and second.seen is not first.seen
+    for value, (x, y) in zip([2.5, 2.5, 2.5], batches[3:], strict=True):
+        assert torch.equal(trainer.train_step(x, y)[0], other.train_step(x, y)[0])
+        assert first.get_last_lr() == second.get_last_lr()
+        first.tell(value)
+        second.tell(value)
+    assert first.get_last_lr() == [0.1]
+
+    early = {**state, "lr_scheduler": {"last_lr": [0.2]}}  # as versions before this wrote it
+    other.load_state_dict(early)
+    assert second.seen == first.seen and second.get_last_lr() == [0.2]
+    for wrong in ({"patience": object()}, {"_last_lr": [3.0]}, {"nothing": 1}, [], {"get_lr": 1}):
+        damaged = {**state, "lr_scheduler": {"last_lr": [0.2], "attributes": wrong}}
+        with pytest.raises(ValueError, match=r"state_dict\[lr_scheduler\] is invalid for Plateau"):
+            other.load_state_dict(damaged)

@@ -132,7 +132,13 @@ def test_the_last_of_so_many_in_a_row_is_not_taken() -> None:
         with pytest.raises(FloatingPointError, match="as were the 2 before it: debug.max_nonfinite_losses is 3"):
             trainer.train_step(bad, label)
     assert (trainer.train_step_info.step, trainer.train_step_info.optimization_step) == (5, 1)
+    again = limited(3, mixed_precision=FP16)
+    again.load_state_dict(trainer.state_dict())
+    with pytest.raises(FloatingPointError, match="as were the 2 before it"):
+        again.train_step(bad, label)
     trainer.train_step(x, label)
+    again.load_state_dict(trainer.state_dict())
+    again.train_step(bad, label)
     trainer.train_step_info.fetches = ["logits"]
     with pytest.raises(ValueError, match="do not include the loss: add 'loss' to train_step_info.fetches"):
         trainer.train_step(x, label)

@@ -8,12 +8,12 @@ from __future__ import annotations
 import base64
 import functools
 import json
-import tempfile
 import zlib
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
+
+from ...core.atomic import temporary_folder
 
 __all__ = ["encode", "load"]
 
@@ -42,8 +42,8 @@ def load(text: str) -> Callable[[list[torch.Tensor]], list[torch.Tensor]]:
         code, operators = json.loads(text)
         library = zlib.decompress(base64.b85decode(code))
         # The file is mapped into memory, and no longer needed then.
-        with tempfile.TemporaryDirectory(prefix="ort_trainer_") as folder:
-            path = Path(folder) / "loops.so"
+        with temporary_folder() as folder:
+            path = folder / "loops.so"
             path.write_bytes(library)
             if operators:
                 path.with_suffix(".json").write_text(operators, encoding="utf-8")

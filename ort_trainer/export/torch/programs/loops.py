@@ -13,7 +13,6 @@ import operator
 import os
 import shutil
 import sys
-import tempfile
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from unittest import mock
 import torch
 import torch._inductor.decomposition
 
+from ....core.atomic import temporary_folder
 from ....core.errors import ExportError
 from ....engine.programs import Program
 from ....engine.programs.loops import encode
@@ -199,28 +199,28 @@ def _compiled(module: torch.fx.GraphModule) -> str:
     """Returns a graph as machine code, in the form of ``engine.programs.loops``."""
     _require_compiler()
     sample = tuple(node.meta["val"] for node in module.graph.find_nodes(op="placeholder"))
-    with tempfile.TemporaryDirectory(prefix="ort_trainer_") as folder:
-        library = Path(folder) / "loops.so"
+    with temporary_folder() as folder:
+        library = folder / "loops.so"
         options = {**_OPTIONS, "aot_inductor.output_path": str(library)}
         try:
-            with torch.no_grad(), _whole(_WHOLE), deterministic_kernels(), _works_in(f"{folder}/own"):
+            with torch.no_grad(), _whole(_WHOLE), deterministic_kernels(), _works_in(folder / "own"):
                 torch._inductor.aot_compile(module, sample, options=options)
         except Exception as error:
             raise ExportError(
                 f"Inductor can't compile the graph; set utils.kernels to 'auto': {' '.join(str(error).split())[:500]}"
             ) from error
-        operators = [path.read_text(encoding="utf-8") for path in Path(folder).glob("*.wrapper.json")]
+        operators = [path.read_text(encoding="utf-8") for path in folder.glob("*.wrapper.json")]
         return encode(library.read_bytes(), operators[0] if operators else "")
 
 
 @contextlib.contextmanager
-def _works_in(folder: str) -> Iterator[None]:
+def _works_in(folder: Path) -> Iterator[None]:
     """Lets Inductor build and load its own files in a folder, which nobody else may write to.
 
     By default it does so in one folder per user name in the system's temporary folder, whoever has made that.
     """
     clear_caches = torch._inductor.utils.clear_caches  # of paths in the folder that it used before
-    with mock.patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=folder, TRITON_CACHE_DIR=folder):
+    with mock.patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=str(folder), TRITON_CACHE_DIR=str(folder)):
         clear_caches()
         try:
             yield
