@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import os
 import tempfile
@@ -11,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import onnx
 import pytest
 import torch
 import torch.nn.functional as F
@@ -61,29 +63,52 @@ class Net(nn.Module):
         return self.fc2(hidden)
 
 
+class Plain(nn.Module):
+    """Two layers, for ONNX models, which a script can't change as it changes a module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1, self.norm, self.fc2 = nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc2(self.norm(torch.tanh(self.fc1(x))))
+
+
+@functools.cache
+def onnx_model() -> bytes:
+    """Returns the model of Plain, with its first weights."""
+    torch.manual_seed(0)
+    file = io.BytesIO()
+    shapes = ({0: torch.export.Dim("batch")},)
+    torch.onnx.export(Plain(), (torch.randn(4, 6),), file, dynamo=True, dynamic_shapes=shapes, verbose=False)
+    return file.getvalue()
+
+
 class History(RuleBasedStateMachine):
-    """A trainer, and the same in PyTorch."""
+    """A trainer of a module or an ONNX model, and the same in PyTorch."""
 
     @initialize(
         kind=st.sampled_from(sorted(OPTIMIZERS)),
         size=st.integers(1, 3),
         kernels=st.sampled_from(["pytorch", "onnxruntime"]),
+        is_module=st.sampled_from([True, True, False]),
     )
-    def begin(self, kind: str, size: int, kernels: str) -> None:
+    def begin(self, kind: str, size: int, kernels: str, is_module: bool) -> None:
         torch.manual_seed(0)
+        self.is_module = is_module or not kind.endswith("Config")  # PyTorch's optimizers have parameters of a module
         self.kind, self.kernels, self.size, self.drawn = kind, kernels, size, 0
-        self.theirs, self.micro_batches, self.steps, self.updates = Net(), 0, 0, 0
+        self.theirs: Any = Net() if self.is_module else Plain()
+        self.micro_batches, self.steps, self.updates = 0, 0, 0
         self.optimizer = OPTIMIZERS[kind][1](self.theirs.parameters())
         self.make()
 
     def make(self) -> None:
         """Makes another model and trainer, as another process would."""
-        self.model = Net()
-        self.model.load_state_dict({name: value.clone() for name, value in self.theirs.state_dict().items()})
+        self.model: Any = Net() if self.is_module else None
         config, own = OPTIMIZERS[self.kind]
         self.own = None if config else own(self.model.parameters())
         self.trainer = ORTTrainer(
-            self.model,
+            self.model if self.is_module else onnx.load_from_string(onnx_model()),
             "auto",
             config() if config else self.own,
             loss_fn=F.cross_entropy,
@@ -92,7 +117,9 @@ class History(RuleBasedStateMachine):
                 "utils": {"grad_norm_clip": False, "kernels": self.kernels},
             },
         )
-        self.take_settings()
+        if self.is_module:
+            self.model.load_state_dict({name: value.clone() for name, value in self.theirs.state_dict().items()})
+            self.take_settings()
 
     def take_settings(self) -> None:
         """Gives our model what a script sets by itself."""
@@ -158,7 +185,7 @@ class History(RuleBasedStateMachine):
         assert_close(loss, F.cross_entropy(logits, y), 1e-4, "loss of an evaluation")
         assert_close(self.trainer.predict(x), logits, 1e-4, "prediction")
 
-    @precondition(lambda self: self.is_between_windows)
+    @precondition(lambda self: self.is_module and self.is_between_windows)
     @rule(size=SIZES, passes=st.integers(1, 2))
     def own_loop(self, size: int, passes: int) -> None:
         self.model.zero_grad()
@@ -195,7 +222,7 @@ class History(RuleBasedStateMachine):
         if file:
             self.trainer.save_checkpoint(stored)
         state = self.trainer.state_dict()
-        left = self.model.last
+        left = self.model.last if self.is_module else None
         if elsewhere:
             self.make()
         if file:
@@ -203,7 +230,8 @@ class History(RuleBasedStateMachine):
             self.trainer.load_checkpoint(stored, strict=strict)
         else:
             self.trainer.load_state_dict(state, strict=strict)
-        self.model.last = left
+        if self.is_module:
+            self.model.last = left
 
     @rule(size=SIZES)
     def lose_steps(self, size: int) -> None:
@@ -217,25 +245,30 @@ class History(RuleBasedStateMachine):
 
     @rule(place=PLACES, factor=st.sampled_from([0.5, 1.5]), replaces=st.booleans())
     def change_weights(self, place: str, factor: float, replaces: bool) -> None:
-        for model in (self.model, self.theirs):
+        for model in (self.model, self.theirs) if self.is_module else (self.theirs,):
             with torch.no_grad():
                 weight = model.get_submodule(place).weight
                 if replaces:
                     weight.data = weight.data * factor
                 else:
                     weight.mul_(factor)
+        if not self.is_module:
+            name = f"{place}.weight"
+            self.trainer.set_parameter(name, self.trainer.get_parameter(name) * factor)
 
+    @precondition(lambda self: self.is_module)
     @rule(gain=st.sampled_from([0.5, 1.0, 2.0]), is_smooth=st.booleans())
     def change_settings(self, gain: float, is_smooth: bool) -> None:
         self.theirs.gain, self.theirs.is_smooth = gain, is_smooth
         self.take_settings()
 
+    @precondition(lambda self: self.is_module)
     @rule()
     def change_mode(self) -> None:
         self.theirs.norm.train(not self.theirs.norm.training)
         self.take_settings()
 
-    @precondition(lambda self: self.is_between_windows)
+    @precondition(lambda self: self.is_module and self.is_between_windows)
     @rule(place=st.sampled_from(["fc1", "norm"]))
     def freeze(self, place: str) -> None:
         for parameter in self.theirs.get_submodule(place).parameters():
@@ -297,12 +330,12 @@ class History(RuleBasedStateMachine):
     def is_pytorchs(self) -> None:
         if not hasattr(self, "trainer"):
             return
-        ours = self.model.state_dict()
+        ours = self.model.state_dict() if self.is_module else self.trainer.state_dict(pytorch_format=True)
         for name, value in self.theirs.state_dict().items():
             assert_close(ours[name], value, 1e-4, name)
         info = self.trainer.train_step_info
         assert (info.step, info.optimization_step) == (self.steps, self.updates)
-        if self.steps and self.theirs.last is not None and self.model.last is not None:
+        if self.is_module and self.steps and self.theirs.last is not None and self.model.last is not None:
             assert_close(self.model.last, self.theirs.last, 1e-4, "what the model has left")
 
 
