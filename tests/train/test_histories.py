@@ -320,7 +320,7 @@ class History(RuleBasedStateMachine):
                 os._exit(code)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
-    @precondition(lambda self: self.trainer.session is not None)
+    @precondition(lambda self: self.trainer.loop.graphs.has_started)
     @rule()
     def write_files(self) -> None:
         with tempfile.TemporaryDirectory() as folder:
