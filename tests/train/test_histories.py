@@ -117,6 +117,8 @@ class History(RuleBasedStateMachine):
                 "utils": {"grad_norm_clip": False, "kernels": self.kernels},
             },
         )
+        if config:  # a rate that was assigned is the script's, not the trainer's state
+            self.trainer.optim_config.lr = self.optimizer.param_groups[0]["lr"]
         if self.is_module:
             self.model.load_state_dict({name: value.clone() for name, value in self.theirs.state_dict().items()})
             self.take_settings()
