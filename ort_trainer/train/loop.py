@@ -553,6 +553,7 @@ class TrainingLoop:
         """
         if self.strategy.world_size == 1 and (self._executor is None or not self.window.micro_batches):
             raise RuntimeError("there are no gradients to update the weights with: run a backward pass first")
+        self.started()  # takes tensors that the user has replaced since the backward pass
         self.config.check()
         rates = self.rates.upcoming(self.info, self.info.step) if rates is None else rates
         return self._end_window(rates)

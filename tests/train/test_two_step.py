@@ -397,3 +397,19 @@ def test_onnx_models(tmp_path: Path) -> None:
     theirs.backward(x, y)
     theirs.step()
     assert_same_weights(trainer, theirs.model, 1e-4)
+
+
+@pytest.mark.parametrize("kind", ["config", "torch"])
+def test_an_incomplete_window_updates_a_weight_that_was_replaced_in_it(kind: str) -> None:
+    model = MLP()
+    theirs = ByPyTorch(model)
+    config = torch.optim.AdamW(model.parameters(), lr=0.01) if kind == "torch" else optim.AdamWConfig(lr=0.01)
+    trainer = mlp_trainer({"batch": {"gradient_accumulation_steps": 3}}, config, model)
+    for x, y in mlp_batches(2):
+        trainer.train_step(x, y)
+        theirs.backward(x, y)
+    for each in (model, theirs.model):
+        each.fc1.weight.data = each.fc1.weight.data * 1.5
+    assert trainer.optimizer_step()
+    theirs.step()
+    assert_same_weights(trainer, theirs.model, 1e-5)
