@@ -21,7 +21,7 @@ RUN := $(BIN)/python -m tests.harness.run
 # The tests of a second run find the graphs of the first one, as far as neither model nor package have changed.
 quick test: export ORT_TRAINER_CACHE := $(CURDIR)/build/exports
 
-.PHONY: setup setup-stock setup-legacy demo browser browser-build quick test everything reach mutants matrix
+.PHONY: setup setup-stock setup-legacy demo browser browser-build quick test everything reach mutants matrix fuzz
 .PHONY: test-js test-c test-browser dist dist-test lint format torture bench fidelity operators onnx-operators onnx-round-trips recipes docs site clean
 
 # The stamp depends on what is installed, so that a changed constraint triggers a new installation. An environment that
@@ -107,6 +107,10 @@ mutants: setup
 # Hundreds of kills, tens of thousands of steps, of which memory is measured: a quarter of an hour.
 torture: setup
 	$(BIN)/python -m pytest -m torture
+
+# Draws models, and trains them here and in PyTorch; CASE=... repeats one case. What differs becomes a script in build/fuzz.
+fuzz: setup
+	$(BIN)/python -m tests.fuzz.run --minutes $(or $(MINUTES),60) --seed "$(SEED)" --case "$(CASE)"
 
 # A tenth of them on other versions of Python, torch and all else, where that Python is: noxfile.py lists them. An hour.
 matrix: setup
