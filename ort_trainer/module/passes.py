@@ -220,7 +220,11 @@ class Call:
         """
         if self._random:
             probabilities = {name: values[place] for name, place in self._probabilities.items()}
-            values += self.passes.memory.draw(with_probabilities(self._random, probabilities), None)
+            drawn = self.passes.memory.draw(with_probabilities(self._random, probabilities), None)
+            if isinstance(self.passes.runner, ProgramRunner):  # which takes bfloat16, unlike ONNX Runtime
+                pairs = zip(drawn, self._random, strict=True)
+                drawn = [value.to(getattr(torch, spec.dtype)) for value, (spec, _) in pairs]
+            values += drawn
         trained = [values[place] for place in self.passes.trained]
         if not trained:
             return self.forward(values)[0]
