@@ -15,16 +15,16 @@ import ort_trainer
 
 from . import program
 from .recipe import Recipe
-from .train import TRAIN, in_pytorch, with_compile
+from .train import TRAIN, in_pytorch, loss_of, with_compile
 
 __all__ = ["BAD", "Outcome", "compare"]
 
 # Outcomes that are failures.
 BAD = ("wrong", "raw error", "crash")
 # Relative differences that always pass: several roundings of sums of some dozen numbers.
-_FLOOR = {"float32": 5e-5, "float64": 1e-9, "bfloat16": 3e-2}
+_FLOOR = {"float32": 5e-5, "float64": 1e-9, "bfloat16": 3e-2, "autocast": 3e-2}
 # If PyTorch's losses differ from each other by more, the comparison would be meaningless.
-_CHAOTIC = {"float32": 1e-3, "float64": 1e-6, "bfloat16": 0.3}
+_CHAOTIC = {"float32": 1e-3, "float64": 1e-6, "bfloat16": 0.3, "autocast": 0.1}
 # Runs of PyTorch whose weights differ by one rounding; more of them before something is called wrong.
 _RUNS, _MORE_RUNS = 2, 8
 _MULTIPLE = 20
@@ -73,6 +73,17 @@ class _Reference:
         self._text, self._dtype, self._seed = text, dtype, 0
         self.results = _quietly(lambda: in_pytorch(lambda: program.run(text)))[0]
         self.own: dict[str, float] = dict.fromkeys(self.results, 0.0)
+        self.error = self._error_of_a_bad_batch()
+
+    def _error_of_a_bad_batch(self) -> Exception | None:
+        made = program.run(self._text)
+        if made.BAD is None:
+            return None
+        try:
+            loss_of(made, made.model, made.bad(made.BAD)).backward()
+        except Exception as error:
+            return error
+        raise ValueError("PyTorch accepts the bad batch")
 
     @property
     def is_finite(self) -> bool:
@@ -94,7 +105,8 @@ class _Reference:
         with torch.no_grad():
             for parameter in made.model.parameters():
                 direction = torch.randint(-1, 2, parameter.shape, generator=draw).to(parameter.dtype)
-                parameter.mul_(1 + torch.finfo(parameter.dtype).eps * direction)
+                eps = torch.finfo(torch.bfloat16 if self._dtype == "autocast" else parameter.dtype).eps
+                parameter.mul_(1 + eps * direction)
         return made
 
     @property
@@ -179,6 +191,11 @@ def _trained(train: Callable[[], dict[str, Any]], reference: _Reference) -> Outc
         ours, messages = _quietly(train)
     except Exception as error:
         return _of_error(error)
+    bad = ours.pop("error", None)
+    if bad is not None:
+        outcome = _of_error(bad)
+        if outcome.kind != "refused" and not isinstance(bad, type(reference.error)):
+            return outcome
     differences = reference.differences(ours)
     if differences:
         reference.run_again(_MORE_RUNS)
@@ -202,7 +219,7 @@ def _of_error(error: Exception) -> Outcome:
             return Outcome("wrong", text, place)
         return Outcome("refused", text, place)
     in_package = [frame for frame in frames if frame.filename.startswith(_PACKAGE)]
-    if isinstance(error, AssertionError) and "the model has another" in text:
+    if isinstance(error, AssertionError) and ("the model has another" in text or "was accepted" in text):
         return Outcome("wrong", text)
     where = f"{Path(in_package[-1].filename).name}:{in_package[-1].name}" if in_package else "the loop"
     return Outcome("raw error", text, f"{where} > {place}")

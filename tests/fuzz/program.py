@@ -23,6 +23,23 @@ _CLASSES = 3
 # Names in the source text of places. Two places of one model must not have the same.
 _NAMES = re.compile(r"self\.\w+|(?<=def )(?!__)\w+|(?<=class )\w+|^[A-Za-z]\w*(?= =|, | \+)", re.MULTILINE)
 
+_STRIDES = "x = x.flip(0).transpose(0, 1).contiguous().transpose(0, 1)"
+_MASKED = {
+    "vectors": "h = h.masked_fill(~mask, 0.0)",
+    "sequences": "h = h * mask[..., None]",
+    "tokens": "h = torch.where(mask[..., None], h, 0.1)",
+    "images": "h = h + mask[:, :, None, None].to(h.dtype)",
+}
+# What makes a batch one that PyTorch refuses.
+_BAD = {
+    "": "pass",
+    "wider": "x = torch.cat([x, x], 1)",
+    "label": "y = y + 1000",
+    "rows": "y = torch.cat([y, y, y])",
+    "dtype": "x = x.to(torch.int64) if x.is_floating_point() else x.double()",
+    "dimension": "x = x[0, 0]",
+}
+
 _PROGRAM = """{head}
 import torch.utils.checkpoint
 from ort_trainer import optim
@@ -43,7 +60,13 @@ def batch(step):
     g, dtype = torch.Generator().manual_seed({seed} + step), DTYPE
     x = {x}
     shape = {shape}
-    return x, {label}
+    {reshaped}
+    return x, {mask}{label}
+def bad(step):
+    x, *mask, y = batch(step)
+    {bad}
+    return x, *mask, y
+BAD = {bad_step}
 OPTIMIZER = None
 def optimizer():
     global OPTIMIZER
@@ -55,7 +78,8 @@ def change(step):
 {change}
 def state():
     return [{state}]
-IN_FORWARD, ACCUMULATION, CLIP, CLIP_VALUE = {in_forward}, {accumulation}, {clip}, {clip_value}
+IN_FORWARD, AUTOCAST, EVALUATED = {in_forward}, {autocast}, {evaluated}
+ACCUMULATION, DIVISOR, CLIP, CLIP_VALUE = {accumulation}, {divisor}, {clip}, {clip_value}
 schedule = {schedule}
 OPTIONS = {options}
 """
@@ -78,10 +102,16 @@ def source(recipe: Recipe) -> str:
     return _PROGRAM.format(
         head=HEAD.strip(),
         before="\n".join(dict.fromkeys(filter(None, parts.before))),
-        dtype=recipe.dtype,
+        dtype={"autocast": "float32"}.get(recipe.dtype, recipe.dtype),
+        autocast=recipe.dtype == "autocast",
+        evaluated="evaluated" in options,
+        reshaped=_STRIDES if "strides" in options and recipe.data != "tokens" else "pass",
+        mask="torch.rand(x.shape[:2], generator=g) > 0.3, " if "mask" in options else "",
+        bad=_BAD[options.get("bad", "")],
+        bad_step=len(recipe.sizes) // 2 if "bad" in options else None,
         classes=parts.classes,
         init=_indented(parts.init, 8),
-        arguments="x, y" if "in_forward" in options else "x",
+        arguments=", ".join(["x", *["mask"] * ("mask" in options), *["y"] * ("in_forward" in options)]),
         forward=_indented(parts.forward, 8),
         loss=function,
         seed=recipe.seed,
@@ -100,17 +130,18 @@ def source(recipe: Recipe) -> str:
         state=", ".join(parts.state),
         in_forward="in_forward" in options,
         accumulation=options.get("accumulation", 1),
+        divisor=1 if "reduction" in options else options.get("accumulation", 1),
         clip=options.get("clip"),
         clip_value=options.get("clip_value"),
         schedule=schedule,
-        options=_options(options),
+        options=_options(options, recipe.dtype == "autocast"),
     )
 
 
-def _options(options: dict[str, Any]) -> dict[str, Any]:
+def _options(options: dict[str, Any], mixed: bool) -> dict[str, Any]:
     """Returns the trainer's options but for kernels and schedule."""
     utils: dict[str, Any] = {"random_numbers": "pytorch_global", "grad_norm_clip": "clip" in options}
-    debug = {}
+    debug: dict[str, Any] = {}
     if "clip" in options:
         utils["max_grad_norm"] = options["clip"]
     if "clip_value" in options:
@@ -127,9 +158,13 @@ def _options(options: dict[str, Any]) -> dict[str, Any]:
         if name in options:
             debug[key] = options[name]
     return {
-        "batch": {"gradient_accumulation_steps": options.get("accumulation", 1)},
+        "batch": {
+            "gradient_accumulation_steps": options.get("accumulation", 1),
+            "gradient_reduction": options.get("reduction", "mean"),
+        },
         "utils": utils,
         "debug": debug,
+        **({"mixed_precision": {"enabled": True, "dtype": "bfloat16"}} if mixed else {}),
     }
 
 
@@ -160,6 +195,8 @@ class _Parts:
             forward.append("h = self.tokens(x)")
         else:
             forward.append("h = x")
+        if "mask" in dict(recipe.options):
+            forward.append(_MASKED[recipe.data])
         written = {}
         for number, kind, seed in recipe.layers:
             layer = write(kind, seed, f"l{number}", self.shape)

@@ -30,6 +30,11 @@ _OPTIONS: dict[str, tuple[Any, ...]] = {
     "recompute": (True,),
     "deterministic": (True,),
     "max_nonfinite": (1,),
+    "evaluated": (True,),
+    "bad": ("wider", "label", "rows", "dtype", "dimension"),
+    "mask": (True,),
+    "strides": (True,),
+    "reduction": ("sum",),
 }
 
 
@@ -49,7 +54,7 @@ class Recipe:
         changes: Step before which something is changed, and what: a key of ``CHANGES``, or the number of a layer, a key
             of ``OF_A_LAYER`` and an index.
         sizes: Batch size and length of each step.
-        dtype: Dtype of the model.
+        dtype: Dtype of the model; ``autocast`` for a float32 model in mixed precision with bfloat16.
         ways: How it is trained here.
         tied: Whether the head of a model of tokens has the weights of the embedding.
     """
@@ -96,7 +101,7 @@ def draw(seed: int) -> Recipe:
     sizes = random_.choices([(1, 5), (2, 5), (3, 5), (7, 5), (3, 4), (2, 8), (4, 1), (3, 6)], k=2)
     steps = tuple(random_.choice(sizes) for _ in range(count))
     options = {name: random_.choice(values) for name, values in _OPTIONS.items() if random_.random() < 0.12}
-    dtype = random_.choices(("float32", "float64", "bfloat16"), (12, 3, 1))[0]
+    dtype = random_.choices(("float32", "float64", "bfloat16", "autocast"), (12, 3, 1, 1))[0]
     optimizer = random_.choice(list(OPTIMIZERS))
     settings = tuple(
         (how, kind, random_.randrange(1000)) for how, kind in random_.sample(KINDS, random_.choice((0, 0, 1, 1, 2)))

@@ -126,6 +126,8 @@ def main() -> int:
         end = time.monotonic() + 60 * given.minutes
         while time.monotonic() < end:
             fuzzer.take(draw(seed + fuzzer.cases))
+            if fuzzer.cases % 50 == 0:
+                print(f"{fuzzer.cases} cases", flush=True)
         print(fuzzer.summary())
         BUILD.mkdir(parents=True, exist_ok=True)
         lines = [f"{len(seeds)} {cause} CASE={seeds[0]}" for cause, seeds in fuzzer.refusals.items()]

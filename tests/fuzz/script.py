@@ -47,6 +47,9 @@ theirs = in_pytorch(make)
 torch.manual_seed(17)
 ours = {call}
 for name, value in theirs.items():
+    if name not in ours:
+        print("MISSING", name)
+        continue
     same = torch.allclose(value.double(), ours[name].double(), rtol=1e-4, atol=1e-5, equal_nan=True)
     print("equal" if same else "DIFFERENT", name, *([] if same else [value.tolist(), ours[name].tolist()]))
 '''
@@ -65,7 +68,16 @@ def script(recipe: Recipe, way: str, outcome: Outcome, text: str | None = None) 
     functions = [
         getattr(train, name)
         for name in (
-            *("in_a_loop", "results", "options_of", "make_trainer", "train_steps", "with_trainer", "module_options"),
+            *(
+                "in_a_loop",
+                "loss_of",
+                "results",
+                "options_of",
+                "make_trainer",
+                "train_steps",
+                "with_trainer",
+                "module_options",
+            ),
             *("with_module", "with_compile", "cached", "resumed", "in_pytorch"),
         )
     ]

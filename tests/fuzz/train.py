@@ -25,10 +25,9 @@ def in_a_loop(program: Any, module: Any) -> dict[str, Any]:
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, program.schedule) if program.schedule else None
     for step in range(len(program.SIZES)):
         program.change(step)
-        x, y = program.batch(step)
-        loss = module(x, y) if program.IN_FORWARD else program.loss_fn(module(x), y)
-        loss = loss["loss"] if isinstance(loss, dict) else loss[0] if isinstance(loss, tuple) else loss
-        (loss / program.ACCUMULATION).backward()
+        with torch.autocast("cpu", torch.bfloat16, enabled=program.AUTOCAST):
+            loss = loss_of(program, module, program.batch(step))
+        (loss / program.DIVISOR).backward()
         losses.append(loss.item())
         if (step + 1) % program.ACCUMULATION == 0:
             if program.CLIP:
@@ -39,12 +38,26 @@ def in_a_loop(program: Any, module: Any) -> dict[str, Any]:
             if schedule is not None:
                 schedule.step()
             optimizer.zero_grad()
-    return results(program, losses, program.model.state_dict())
+    found = results(program, losses, program.model.state_dict())
+    if program.EVALUATED:
+        program.model.eval()
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=program.AUTOCAST):
+            found["evaluation"] = loss_of(program, module, program.batch(0)).double()
+    return found
+
+
+def loss_of(program: Any, module: Any, batch: Any) -> torch.Tensor:
+    """Returns the loss of a batch."""
+    *inputs, y = batch
+    loss = module(*batch) if program.IN_FORWARD else program.loss_fn(module(*inputs), y)
+    return loss["loss"] if isinstance(loss, dict) else loss[0] if isinstance(loss, tuple) else loss
 
 
 def results(program: Any, losses: list[float], state: dict[str, Any]) -> dict[str, Any]:
     """Returns what is compared."""
-    found = {f"loss {step}": torch.tensor(loss, dtype=torch.float64) for step, loss in enumerate(losses)}
+    found: dict[str, Any] = {
+        f"loss {step}": torch.tensor(loss, dtype=torch.float64) for step, loss in enumerate(losses)
+    }
     found.update((f"state {name}", value.detach().clone()) for name, value in state.items())
     for number, value in enumerate(program.state()):
         found[f"left {number}"] = torch.as_tensor(value).detach().clone()
@@ -70,6 +83,13 @@ def train_steps(program: Any, trainer: ORTTrainer, steps: Any) -> list[float]:
     losses = []
     for step in steps:
         program.change(step)
+        if step == program.BAD:
+            try:
+                trainer.train_step(*program.bad(step))
+            except Exception as error:
+                program.error = error
+            else:
+                raise AssertionError("a batch that PyTorch refuses was accepted")
         outputs = trainer.train_step(*program.batch(step))
         losses.append((outputs[0] if isinstance(outputs, (list, tuple)) else outputs).item())
     return losses
@@ -83,7 +103,13 @@ def with_trainer(program: Any, kernels: str = "pytorch") -> dict[str, Any]:
     if program.OPTIONS["utils"].get("share_weights", True):
         for name, value in program.model.state_dict().items():
             assert torch.equal(value.detach(), state[name].to(value.dtype)), f"the model has another {name}"
-    return results(program, losses, state)
+    found = results(program, losses, state)
+    if program.BAD is not None:
+        found["error"] = program.error
+    if program.EVALUATED:
+        outputs = trainer.eval_step(*program.batch(0))
+        found["evaluation"] = (outputs[0] if isinstance(outputs, (list, tuple)) else outputs).double()
+    return found
 
 
 def module_options(program: Any) -> dict[str, Any]:
@@ -126,7 +152,11 @@ def resumed(make: Callable[[], Any]) -> dict[str, Any]:
         trainer = make_trainer(program, "pytorch")
         trainer.load_checkpoint(path)
         losses += train_steps(program, trainer, range(half, len(program.SIZES)))
-        return results(program, losses, trainer.state_dict(pytorch_format=True))
+        found = results(program, losses, trainer.state_dict(pytorch_format=True))
+        if program.EVALUATED:
+            outputs = trainer.eval_step(*program.batch(0))
+            found["evaluation"] = (outputs[0] if isinstance(outputs, (list, tuple)) else outputs).double()
+        return found
 
 
 def in_pytorch(make: Callable[[], Any]) -> dict[str, Any]:

@@ -101,7 +101,7 @@ def _answer(ends: Connection, environment: dict[str, str]) -> None:
 
     os.environ.update(environment)
     torch.set_num_threads(1)
-    logging.disable(logging.WARNING)
+    logging.disable(logging.CRITICAL)
     while True:
         try:
             recipe, text = ends.recv()
