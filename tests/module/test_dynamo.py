@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 import warnings
 from typing import Any
 
@@ -10,7 +11,9 @@ import pytest
 import torch
 from torch import nn
 
+from ort_trainer import ExportError
 from ort_trainer.export.torch.dynamo import ort_trainer
+from ort_trainer.export.torch.programs.partition import partition
 
 from .pairs import Heads, assert_same_gradients, close
 
@@ -93,3 +96,18 @@ def test_what_no_program_can_run_runs_in_pytorch() -> None:
 
     with pytest.warns(UserWarning, match="lets PyTorch run a part of the model"):
         close(compiled(Complex())(X), 2 * X * X.abs())
+
+
+
+def test_an_operator_on_the_state_of_a_generator() -> None:
+    # What TorchDynamo makes of a checkpoint of activations with dropout.
+    graph = torch.fx.Graph()
+    given = graph.placeholder("x")
+    given.meta["val"] = X
+    saves = torch.ops.higher_order.run_and_save_rng_state
+    both = graph.call_function(saves, (torch.ops.aten.rand_like.default, given))
+    drawn = graph.call_function(operator.getitem, (both, 1))
+    drawn.meta["val"] = X
+    graph.output((drawn,))
+    with pytest.raises(ExportError, match="run_and_save_rng_state is not a plain operator"):
+        partition(graph)
