@@ -98,7 +98,6 @@ def test_what_no_program_can_run_runs_in_pytorch() -> None:
         close(compiled(Complex())(X), 2 * X * X.abs())
 
 
-
 def test_an_operator_on_the_state_of_a_generator() -> None:
     # What TorchDynamo makes of a checkpoint of activations with dropout.
     graph = torch.fx.Graph()
