@@ -147,9 +147,9 @@ def resumed(make: Callable[[], Any]) -> dict[str, Any]:
         losses = train_steps(program, trainer, range(half))
         trainer.save_checkpoint(path)
         program = make()
+        trainer = make_trainer(program, "pytorch")
         for step in range(half):
             program.change(step)
-        trainer = make_trainer(program, "pytorch")
         trainer.load_checkpoint(path)
         losses += train_steps(program, trainer, range(half, len(program.SIZES)))
         found = results(program, losses, trainer.state_dict(pytorch_format=True))
