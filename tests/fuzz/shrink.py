@@ -14,7 +14,7 @@ from .recipe import Recipe
 __all__ = ["shrink"]
 
 
-def shrink(recipe: Recipe, fails: Callable[[Recipe], bool], attempts: int = 80) -> Recipe:
+def shrink(recipe: Recipe, fails: Callable[[Recipe], bool], attempts: int = 50) -> Recipe:
     """Returns the smallest case found that still fails.
 
     Args:
