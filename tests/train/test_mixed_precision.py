@@ -412,9 +412,7 @@ def test_an_activation_that_onnx_lacks_in_bfloat16(function: Any) -> None:
     (x, label), *_ = mlp_batches(1)
     with torch.autocast("cpu", torch.bfloat16):
         expected = F.cross_entropy(model(x), label).detach()
-    trainer = ORTTrainer(
-        model, MLP_DESC, optim.SGDConfig(), loss_fn=F.cross_entropy, options=ORTTrainerOptions(bf16())
-    )
+    trainer = ORTTrainer(model, MLP_DESC, optim.SGDConfig(), loss_fn=F.cross_entropy, options=ORTTrainerOptions(bf16()))
     assert_close(trainer.train_step(x, label)[0], expected.float(), 1e-2, "loss")
 
 
