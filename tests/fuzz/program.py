@@ -78,7 +78,7 @@ def change(step):
 {change}
 def state():
     return [{state}]
-IN_FORWARD, AUTOCAST, EVALUATED = {in_forward}, {autocast}, {evaluated}
+IN_FORWARD, AUTOCAST, EVALUATED, BETWEEN = {in_forward}, {autocast}, {evaluated}, {between!r}
 ACCUMULATION, DIVISOR, CLIP, CLIP_VALUE = {accumulation}, {divisor}, {clip}, {clip_value}
 schedule = {schedule}
 OPTIONS = {options}
@@ -105,6 +105,7 @@ def source(recipe: Recipe) -> str:
         dtype={"autocast": "float32"}.get(recipe.dtype, recipe.dtype),
         autocast=recipe.dtype == "autocast",
         evaluated="evaluated" in options,
+        between=options.get("between"),
         reshaped=_STRIDES if "strides" in options and recipe.data != "tokens" else "pass",
         mask="torch.rand(x.shape[:2], generator=g) > 0.3, " if "mask" in options else "",
         bad=_BAD[options.get("bad", "")],

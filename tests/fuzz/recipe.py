@@ -16,9 +16,9 @@ from .optimizers import OPTIMIZERS
 
 __all__ = ["WAYS", "Recipe", "draw"]
 
-# How a case is trained here: a trainer on each kind of kernels, a module, Dynamo's backend, a trainer whose exports
-# come from the cache, and one that goes on from a checkpoint.
-WAYS = ("pytorch", "onnxruntime", "module", "compile", "cached", "resumed")
+# How a case is trained here: a trainer on each kind of kernels, a module, Dynamo's backend, a module on ONNX Runtime's
+# kernels, a trainer whose exports come from the cache, and one that goes on from a checkpoint.
+WAYS = ("pytorch", "onnxruntime", "module", "compile", "module onnxruntime", "cached", "resumed")
 _OPTIONS: dict[str, tuple[Any, ...]] = {
     "accumulation": (2, 3),
     "clip": (0.5, 0.05),
@@ -32,6 +32,7 @@ _OPTIONS: dict[str, tuple[Any, ...]] = {
     "max_nonfinite": (1,),
     "evaluated": (True,),
     "bad": ("wider", "label", "rows", "dtype", "dimension"),
+    "between": ("evaluation", "state"),
     "mask": (True,),
     "strides": (True,),
     "reduction": ("sum",),

@@ -87,7 +87,7 @@ class Fuzzer:
         line = f"CASE={recipe.seed} {way}, {outcome.kind}: {', '.join(parts) or small.loss}: {outcome.text[:200]}"
         if self._folder is not None:
             self._folder.mkdir(parents=True, exist_ok=True)
-            path = self._folder / f"{recipe.seed}_{way}.py"
+            path = self._folder / f"{recipe.seed}_{way.replace(' ', '_')}.py"
             path.write_text(script(small, "pytorch" if way == "case" else way, outcome))
             line += f" ({path})"
         self.failures.append(line)
@@ -102,6 +102,13 @@ class Fuzzer:
             lines.append(f"  {way}: {found}")
         lines += [f"{len(self.failures)} failures of their own cause", *(f"  {line}" for line in self.failures)]
         return "\n".join(lines)
+
+    def write(self, path: Path, seed: int) -> None:
+        """Writes the summary, and below it what was refused or left to PyTorch, most frequent first."""
+        refusals = sorted(self.refusals.items(), key=lambda item: -len(item[1]))
+        lines = [f"{len(seeds)} {cause} CASE={seeds[0]}" for cause, seeds in refusals]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("\n".join([f"SEED={seed}", self.summary(), "", *lines, ""]))
 
 
 def main() -> int:
@@ -126,13 +133,11 @@ def main() -> int:
         end = time.monotonic() + 60 * given.minutes
         while time.monotonic() < end:
             fuzzer.take(draw(seed + fuzzer.cases))
-            if fuzzer.cases % 50 == 0:
+            if fuzzer.cases % 20 == 0:
                 print(f"{fuzzer.cases} cases", flush=True)
+                fuzzer.write(BUILD / f"summary_{seed}.txt", seed)
+        fuzzer.write(BUILD / f"summary_{seed}.txt", seed)
         print(fuzzer.summary())
-        BUILD.mkdir(parents=True, exist_ok=True)
-        lines = [f"{len(seeds)} {cause} CASE={seeds[0]}" for cause, seeds in fuzzer.refusals.items()]
-        lines.sort(key=lambda line: -int(line.split()[0]))
-        (BUILD / f"summary_{seed}.txt").write_text(f"SEED={seed}\n{fuzzer.summary()}\n\n" + "\n".join(lines) + "\n")
     fuzzer.worker.close()
     return int(bool(fuzzer.failures))
 

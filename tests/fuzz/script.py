@@ -57,6 +57,7 @@ _CALLS = {
     "pytorch": "with_trainer(make())",
     "onnxruntime": "with_trainer(make(), 'onnxruntime')",
     "module": "with_module(make())",
+    "module onnxruntime": "with_module(make(), 'onnxruntime')",
     "compile": "with_compile(make())",
     "cached": "cached(make)",
     "resumed": "resumed(make)",

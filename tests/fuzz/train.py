@@ -92,6 +92,10 @@ def train_steps(program: Any, trainer: ORTTrainer, steps: Any) -> list[float]:
                 raise AssertionError("a batch that PyTorch refuses was accepted")
         outputs = trainer.train_step(*program.batch(step))
         losses.append((outputs[0] if isinstance(outputs, (list, tuple)) else outputs).item())
+        if program.BETWEEN == "evaluation":
+            trainer.eval_step(*program.batch(step))
+        elif program.BETWEEN == "state":
+            trainer.load_state_dict(trainer.state_dict())
     return losses
 
 
@@ -120,9 +124,11 @@ def module_options(program: Any) -> dict[str, Any]:
     return options
 
 
-def with_module(program: Any) -> dict[str, Any]:
+def with_module(program: Any, kernels: str = "auto") -> dict[str, Any]:
     """Trains an ORTModule in PyTorch's loop."""
-    return in_a_loop(program, ORTModule(program.model, module_options(program)))
+    options = module_options(program)
+    options["utils"]["kernels"] = kernels
+    return in_a_loop(program, ORTModule(program.model, options))
 
 
 def with_compile(program: Any, backend: str = "ort_trainer") -> dict[str, Any]:
@@ -170,6 +176,7 @@ TRAIN: dict[str, Callable[[Callable[[], Any]], dict[str, Any]]] = {
     "onnxruntime": lambda make: with_trainer(make(), "onnxruntime"),
     "module": lambda make: with_module(make()),
     "compile": lambda make: with_compile(make()),
+    "module onnxruntime": lambda make: with_module(make(), "onnxruntime"),
     "cached": cached,
     "resumed": resumed,
 }
