@@ -21,7 +21,7 @@ RUN := $(BIN)/python -m tests.harness.run
 # The tests of a second run find the graphs of the first one, as far as neither model nor package have changed.
 quick test: export ORT_TRAINER_CACHE := $(CURDIR)/build/exports
 
-.PHONY: soak setup setup-stock setup-legacy demo browser browser-build quick test everything reach mutants matrix
+.PHONY: setup setup-stock setup-legacy demo browser browser-build quick test everything reach mutants matrix fuzz soak
 .PHONY: test-js test-c test-browser dist dist-test audit lint format torture bench fidelity operators onnx-operators onnx-round-trips recipes docs site clean
 
 # The stamp depends on what is installed, so that a changed constraint triggers a new installation. An environment that
@@ -108,9 +108,8 @@ mutants: setup
 torture: setup
 	$(BIN)/python -m pytest -m torture
 
-# 100,000 steps, and what happens between them in long runs: ten minutes. WRITE=1 writes the picture and the table.
-soak: setup
-	$(BIN)/python benchmarks/soak.py $(if $(WRITE),--write)
+.PHONY: setup setup-stock setup-legacy demo browser browser-build quick test everything reach mutants matrix fuzz soak
+.PHONY: test-js test-c test-browser dist dist-test audit lint format torture bench fidelity operators onnx-operators onnx-round-trips recipes docs site clean
 
 # A tenth of them on other versions of Python, torch and all else, where that Python is: noxfile.py lists them. An hour.
 matrix: setup

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ..core.errors import ValueBranchError
 from ..engine.programs.runner import ProgramRunner, Progress
 from ..engine.runner import GraphRunner, Kind, check_branches, evaluated, with_probabilities
 from ..engine.torch_memory import TorchMemory, shaped
@@ -217,10 +218,31 @@ class Call:
             values: Parameters, buffers and inputs.
             check: Receives the gradients of the outputs and of the trained values in each backward pass, and raises to
                 discard them.
+
+        Raises:
+            ValueBranchError: If the inputs take another branch of the module than the graph; nothing has changed then.
         """
+        if not (self._random and self.passes.conditions):
+            return self._run(values, check)
+        device = self.passes.memory.device
+        state = torch.get_rng_state() if device.type == "cpu" else torch.cuda.get_rng_state(device)
+        try:
+            return self._run(values, check)
+        except ValueBranchError:  # what runs instead draws the numbers again
+            if device.type == "cpu":
+                torch.set_rng_state(state)
+            else:
+                torch.cuda.set_rng_state(state, device)
+            raise
+
+    def _run(self, values: list[torch.Tensor], check: CheckGradients | None) -> tuple[torch.Tensor, ...]:
         if self._random:
             probabilities = {name: values[place] for name, place in self._probabilities.items()}
-            values += self.passes.memory.draw(with_probabilities(self._random, probabilities), None)
+            drawn = self.passes.memory.draw(with_probabilities(self._random, probabilities), None)
+            if isinstance(self.passes.runner, ProgramRunner):  # which takes bfloat16, unlike ONNX Runtime
+                pairs = zip(drawn, self._random, strict=True)
+                drawn = [value.to(getattr(torch, spec.dtype)) for value, (spec, _) in pairs]
+            values += drawn
         trained = [values[place] for place in self.passes.trained]
         if not trained:
             return self.forward(values)[0]

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import copy
+import operator
+import warnings
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from ort_trainer import ExportError
 from ort_trainer.export.torch.dynamo import ort_trainer
+from ort_trainer.export.torch.programs.partition import partition
 
 from .pairs import Heads, assert_same_gradients, close
 
@@ -54,6 +58,26 @@ def test_values_decide_what_runs() -> None:
     assert ours.calls == eager.calls == 3
 
 
+class Annealed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.fc, self.weight = nn.Linear(6, 3), 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.fc(x) * self.weight).square().sum()
+
+
+def test_a_number_that_changes_needs_no_pytorch() -> None:
+    eager = Annealed()
+    ours = compiled(eager)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # such as the one that PyTorch runs a part
+        for weight in (1.0, 0.7, 0.4, 0.3):
+            eager.weight = ours._orig_mod.weight = weight
+            assert_same_gradients(eager, ours, lambda module: module(X).backward())
+
+
 def test_order_in_memory() -> None:
     eager = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2))
     eager = eager.to(memory_format=torch.channels_last)
@@ -68,7 +92,21 @@ def test_order_in_memory() -> None:
 def test_what_no_program_can_run_runs_in_pytorch() -> None:
     class Complex(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return torch.ops.aten._foreach_add.List([x], [x])[0] * torch.ops.prims.convert_element_type(x, x.dtype)
+            return torch.ops.aten._foreach_add.List([x], [x])[0] * torch.ops.prims.abs(x)
 
     with pytest.warns(UserWarning, match="lets PyTorch run a part of the model"):
-        close(compiled(Complex())(X), 2 * X * X)
+        close(compiled(Complex())(X), 2 * X * X.abs())
+
+
+def test_an_operator_on_the_state_of_a_generator() -> None:
+    # What TorchDynamo makes of a checkpoint of activations with dropout.
+    graph = torch.fx.Graph()
+    given = graph.placeholder("x")
+    given.meta["val"] = X
+    saves = torch.ops.higher_order.run_and_save_rng_state
+    both = graph.call_function(saves, (torch.ops.aten.rand_like.default, given))
+    drawn = graph.call_function(operator.getitem, (both, 1))
+    drawn.meta["val"] = X
+    graph.output((drawn,))
+    with pytest.raises(ExportError, match="run_and_save_rng_state is not a plain operator"):
+        partition(graph)

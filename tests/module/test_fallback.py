@@ -59,6 +59,29 @@ def test_a_branch_runs_in_pytorch_with_one_warning(monkeypatch: pytest.MonkeyPat
     assert count(ours) == 1
 
 
+class Noisy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.fc = nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x if x.sum() > 0 else -x
+        return self.fc(x + torch.randn_like(x))
+
+
+def test_a_branch_that_runs_in_pytorch_draws_once() -> None:
+    eager, ours = pair(Noisy(), {"utils": {"random_numbers": "pytorch_global"}})
+    x = torch.rand(4, 6)
+    ours(x)
+    results = []
+    with pytest.warns(UserWarning, match="takes another branch"):
+        for module in (eager, ours):
+            torch.manual_seed(2)
+            results.append((module(-x), torch.get_rng_state()))
+    close(results[1], results[0])
+
+
 class Scales(nn.Module):
     def forward(self, x: torch.Tensor, scale: float) -> torch.Tensor:
         return nn.functional.leaky_relu(x, scale)  # a slope is a constant

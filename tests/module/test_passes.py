@@ -209,6 +209,17 @@ def test_a_module_in_bfloat16() -> None:
         torch.testing.assert_close(mine.grad, theirs.grad, rtol=5e-2, atol=5e-2)
 
 
+@pytest.mark.parametrize("kernels", ["auto", "onnxruntime"])
+def test_pytorchs_dropout_in_bfloat16(kernels: str) -> None:
+    eager = nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.5), nn.Linear(16, 3)).to(torch.bfloat16)
+    eager, ours = pair(eager, {"utils": {"random_numbers": "pytorch_global", "kernels": kernels}})
+    for module in (eager, ours):
+        torch.manual_seed(3)
+        module(X.bfloat16()).float().square().sum().backward()
+    for mine, theirs in zip(ours.parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=5e-2, atol=5e-2)
+
+
 class Changes(nn.Module):
     def forward(self, x: torch.Tensor, state: dict[str, torch.Tensor], scale: float, *, add: bool = False) -> Any:
         state["sum"].add_(x.detach().sum(0))

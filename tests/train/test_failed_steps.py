@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
-from ort_trainer import ORTTrainer
+from ort_trainer import ORTTrainer, ORTTrainerOptions, optim
 from ort_trainer.amp import DynamicLossScaler
 from ort_trainer.engine.runner import GraphRunner
 from tests.helpers import assert_same_state, mlp_batches, mlp_trainer
@@ -195,3 +196,25 @@ def test_what_fails_after_an_update_leaves_the_step_done() -> None:
         other.train_step(x, label)
     assert one.train_step_info.optimization_step == STEPS
     assert_same_state(one.state_dict(), other.state_dict())
+
+
+class Noisy(nn.Module):
+    """Draws random numbers in evaluation mode, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(x * torch.rand(x.shape[0], 1))
+
+
+def test_a_batch_of_impossible_sizes_draws_nothing() -> None:
+    options = ORTTrainerOptions({"utils": {"random_numbers": "pytorch_global"}})
+    trainer = ORTTrainer(Noisy(), "auto", optim.SGDConfig(lr=0.1), loss_fn=F.cross_entropy, options=options)
+    for x, label in mlp_batches(2):
+        trainer.train_step(x, label)
+        before = torch.get_rng_state()
+        with pytest.raises(ValueError, match="Noisy does not take a batch of these sizes"):
+            trainer.train_step(torch.cat([x, x], 1), label)
+        assert torch.equal(torch.get_rng_state(), before)

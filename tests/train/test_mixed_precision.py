@@ -401,6 +401,21 @@ def test_a_scale_that_is_assigned_inside_a_window_holds_from_the_next_on(tmp_pat
         assert_close(changed.state_dict(pytorch_format=True)[name], value, 1e-5, name)
 
 
+@pytest.mark.options(kernels="onnxruntime")
+@pytest.mark.parametrize("function", [F.elu, F.selu])
+def test_an_activation_that_onnx_lacks_in_bfloat16(function: Any) -> None:
+    class Activated(MLP):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.fc2(function(self.fc1(x)))
+
+    model = Activated()
+    (x, label), *_ = mlp_batches(1)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = F.cross_entropy(model(x), label).detach()
+    trainer = ORTTrainer(model, MLP_DESC, optim.SGDConfig(), loss_fn=F.cross_entropy, options=ORTTrainerOptions(bf16()))
+    assert_close(trainer.train_step(x, label)[0], expected.float(), 1e-2, "loss")
+
+
 def test_bfloat16_as_it_was_translated() -> None:
     """Without the cleanup passes, fewer values have their own type."""
     desc = {

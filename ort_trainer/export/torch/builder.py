@@ -24,7 +24,7 @@ from ..cache import Export, export_cache
 from .answers import answers_of
 from .borrow import BORROWED, borrowed
 from .branches import ValuesAsked
-from .eager import EagerStep, run_eagerly
+from .eager import EagerStep, random_state_kept, run_eagerly
 from .isolation import can_differentiate, can_isolate, run_in_child
 from .outside.notes import Notes
 from .step_module import ExportedStep, StepModule
@@ -209,7 +209,8 @@ class GraphBuilder:
         module.recorder.numbers.clear()  # stand-ins are for captures
         sample = [batch[entry.name] for entry in self.step.description.inputs]
         autocast = self.step.autocast_for(sample)
-        with BORROWED, borrowed(module, (), training=False), torch.no_grad(), autocast:
+        kept = random_state_kept(sample[0].device)
+        with BORROWED, borrowed(module, (), training=False), torch.no_grad(), autocast, kept:
             return tuple(module(*(value.clone() for value in sample)))
 
     def eager(

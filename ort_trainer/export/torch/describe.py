@@ -239,7 +239,7 @@ def _outputs(
     trainable = [name for name, parameter in step.named_parameters() if parameter.requires_grad]
     # With gradients, as forward() may register hooks for them.
     with (
-        borrowed(step, trainable, training=True),
+        borrowed(step, trainable, training=True, modes=_own_modes(model, loss_fn)),
         Recorder(step).running(),
         torch.enable_grad(),
         torch.random.fork_rng(),
@@ -272,6 +272,12 @@ def _outputs(
             if not isinstance(value, torch.Tensor):
                 break
             yield name, value
+
+
+def _own_modes(*parts: Any) -> dict[nn.Module, bool]:
+    """Returns the modes of a first training step in a model or a loss whose modules are in different modes."""
+    modes = [{part: part.training for part in each.modules()} for each in parts if isinstance(each, nn.Module)]
+    return {part: mode for each in modes if len(set(each.values())) > 1 for part, mode in each.items()}
 
 
 def _to_convert(layouts: Mapping[str, Layout]) -> str:

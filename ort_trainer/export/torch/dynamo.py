@@ -93,6 +93,10 @@ class _Lowered:
 
     def __init__(self, module: torch.fx.GraphModule) -> None:
         graph = module.graph
+        # TorchDynamo casts a number that has become an input by this operator, which is not one on tensors.
+        for node in graph.find_nodes(op="call_function", target=torch.ops.prims.convert_element_type.default):
+            node.args, node.kwargs = node.args[:1], {"dtype": node.args[1]}
+            node.target = torch.ops.aten._to_copy.default
         constants: dict[Node, torch.Tensor] = {}
         given = graph.find_nodes(op="placeholder")
         lift_attributes(module, constants)

@@ -175,6 +175,7 @@ def _translate(module: torch.fx.GraphModule, results: Sequence[torch.fx.Node]) -
     graph.eliminate_dead_code()
     _refuse_unknown_operators(graph)
     _tensors_for_scalars(graph)
+    _tensors_for_sizes(graph)
     _lift_zero_dimensional(graph)
     placeholders = graph.find_nodes(op="placeholder")
     with quiet():
@@ -254,6 +255,24 @@ def _tensors_for_scalars(graph: torch.fx.Graph) -> None:
                 tensor = graph.call_function(torch.ops.aten.scalar_tensor.default, (value,), {"dtype": dtype})
             tensor.meta["val"] = node.meta["val"].new_full((), value, dtype=dtype)
             node.update_arg(0, tensor)
+
+
+def _tensors_for_sizes(graph: torch.fx.Graph) -> None:
+    """Makes the number n / (n - 1) in ``x * (n / (n - 1))`` a double if x is; torch.onnx computes it in fp32."""
+    for node in graph.nodes:
+        if not isinstance(node.target, torch._ops.OpOverload) or _dtype(node) != torch.float64:
+            continue
+        for place, (argument, value) in enumerate(zip(node.target._schema.arguments, node.args, strict=False)):
+            number = value.meta.get("val") if isinstance(value, torch.fx.Node) else None
+            if isinstance(number, torch.SymFloat) and isinstance(argument.type, torch.TensorType):
+                with graph.inserting_before(node):
+                    tensor = graph.call_function(aten.scalar_tensor.default, (value,), {"dtype": torch.float64})
+                tensor.meta["val"] = node.meta["val"].new_empty(())
+                node.update_arg(place, tensor)
+
+
+def _dtype(node: torch.fx.Node) -> torch.dtype | None:
+    return getattr(node.meta.get("val"), "dtype", None)
 
 
 def _lift_zero_dimensional(graph: torch.fx.Graph) -> None:

@@ -432,6 +432,17 @@ def test_only_steps_of_training_leave_something(in_process: bool, monkeypatch: p
     assert model.calls == 1 and model.history == [1] and model.seen.shape == ()
 
 
+def test_modules_are_described_in_their_own_modes() -> None:
+    """In training mode, PyTorch refuses a batch norm of one row."""
+    model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
+    model[1].eval()
+    x, label = torch.randn(1, 6), torch.randint(3, (1,))
+    expected = F.cross_entropy(model(x), label)
+    trainer = ORTTrainer(model, "auto", CONFIG, loss_fn=F.cross_entropy)
+    assert_close(trainer.train_step(x, label)[0], expected.detach(), 1e-6, "loss")
+    assert not model[1].training and model.training
+
+
 def test_a_forgotten_loss_function() -> None:
     x, label = mlp_batches(1)[0]
     advice = "if one is the label, pass the loss function as loss_fn"

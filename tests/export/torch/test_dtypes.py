@@ -181,6 +181,20 @@ def test_other_types_in_front_of_a_float_head(function: Any) -> None:
     )
 
 
+@pytest.mark.options(kernels="onnxruntime")
+def test_a_batch_norm_of_doubles() -> None:
+    """The factor of its variance is computed from sizes."""
+    draw = torch.Generator().manual_seed(3)
+    batches = [(torch.randn(n, 8, generator=draw), torch.randint(0, 3, (n,), generator=draw)) for n in (8, 5)]
+    assert_same_training(
+        Head(lambda model, x: F.batch_norm(x.double(), None, None, training=True)),
+        HEAD_DESC,
+        batches,
+        optim.SGDConfig(lr=0.01),
+        lambda reference: torch.optim.SGD(reference.parameters(), lr=0.01),
+    )
+
+
 @pytest.mark.parametrize(
     ("function", "message"),
     [

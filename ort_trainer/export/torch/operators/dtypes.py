@@ -56,24 +56,25 @@ for _packet, _alias in (
     decomposition(_alias.Scalar)(_shift(_packet.Tensor_Scalar, alias=True))
 
 
-def _of_doubles(operator: Any) -> Callable[..., Any]:
-    """Returns PyTorch's own decomposition, for doubles only: attributes of ONNX operators are fp32."""
+def _of_dtypes(operator: Any, *dtypes: torch.dtype) -> Callable[..., Any]:
+    """Returns PyTorch's own decomposition, for some dtypes only."""
     decomposition = decomposition_table[operator]
 
-    def of_doubles(input: torch.Tensor, *args: Any, **settings: Any) -> Any:
-        return decomposition(input, *args, **settings) if input.dtype == torch.float64 else NotImplemented
+    def of_dtypes(input: torch.Tensor, *args: Any, **settings: Any) -> Any:
+        return decomposition(input, *args, **settings) if input.dtype in dtypes else NotImplemented
 
-    return of_doubles
+    return of_dtypes
 
 
+# Attributes of ONNX operators are fp32, and ONNX's Elu takes no bfloat16.
+decomposition(aten.elu.default)(_of_dtypes(aten.elu.default, torch.float64, torch.bfloat16))
 for _operator in (
-    aten.elu.default,
     aten.hardtanh.default,
     aten.leaky_relu.default,
     aten.lerp.Scalar,
     aten.native_group_norm.default,
 ):
-    decomposition(_operator)(_of_doubles(_operator))
+    decomposition(_operator)(_of_dtypes(_operator, torch.float64))
 
 
 def _scaled(operator: Any) -> Callable[..., Any]:

@@ -47,7 +47,10 @@ def partition(graph: torch.fx.Graph) -> list[list[Node]]:
         if is_view(node):
             continue
         if node.target is operator.getitem:
-            places[node.all_input_nodes[0]].append(node)
+            (source,) = node.all_input_nodes
+            if source not in places:  # such as what saves the state of a generator for a checkpoint of activations
+                raise refuse(source, "is not a plain operator")
+            places[source].append(node)
             continue
         if not isinstance(node.target, torch._ops.OpOverload):
             raise refuse(node, "is not a plain operator")

@@ -6,17 +6,31 @@ import random
 import sys
 import types
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-__all__ = ["KINDS", "LEFT", "READ", "STEPS", "graphs_of", "in_a_loop", "program", "programs", "trained"]
+__all__ = [
+    "HEAD",
+    "KINDS",
+    "LEFT",
+    "READ",
+    "STEPS",
+    "Place",
+    "graphs_of",
+    "in_a_loop",
+    "place",
+    "program",
+    "programs",
+    "trained",
+]
 
 STEPS = 5
 
-_HEAD = """
+HEAD = """
 import argparse, collections, dataclasses, enum, functools, types
 import numpy as np
 import torch
@@ -439,6 +453,65 @@ def state():
 """
 
 
+@dataclass(frozen=True)
+class Place:
+    """A kind of place in a model, as source text.
+
+    Attributes:
+        before: Code before the model.
+        init: Code in ``__init__``.
+        use: An expression of h, which reads the value.
+        declared: A declaration at the beginning of ``forward``, or "".
+        leave: A statement in ``forward``, which leaves something of h.
+        globals: A declaration at the beginning of a function that changes the value.
+        change: A statement that changes the value.
+        state: An expression: what is compared in the end.
+    """
+
+    before: str
+    init: str
+    use: str
+    declared: str
+    leave: str
+    globals: str
+    change: str
+    state: str
+
+
+def place(how: str, kind: str, draw: random.Random, name: str) -> Place:
+    """Returns a kind of place with drawn numbers and a drawn use.
+
+    Args:
+        how: ``read`` or ``left``.
+        kind: A key of :data:`READ` or :data:`LEFT`.
+        draw: Draws the numbers, and how the value is used.
+        name: The module's name.
+    """
+    a, b = draw.choice([(1.0, 3.0), (0.5, 2.0), (1, 2), (2.0, 0.25)])
+    if how == "read":
+        before, init, expression, change = READ[kind]
+        leave, state = "pass", "torch.zeros(1)"
+    else:
+        before, init, leave, expression, state = LEFT[kind]
+        change = "pass"
+    declared = ""
+    if leave.startswith("global"):
+        declared, leave = leave.split(";")[0], leave.split(";")[1].strip()
+    tensors = "tensor" in kind or "memory" in kind or (how == "left" and "count" not in kind and "number" not in kind)
+    uses = _USES[:-2] if tensors else _USES
+    fill = {"a": a, "b": b, "name": name}
+    return Place(
+        before=before.format(**fill),
+        init=init.format(**fill) or "pass",
+        use=draw.choice(uses).format(v=f"({expression.format(**fill)})"),
+        declared=declared,
+        leave=leave.format(**fill),
+        globals="global V" if change.startswith("V =") else "pass",
+        change=change.format(**fill),
+        state=state,
+    )
+
+
 def program(how: str, kind: str, seed: int) -> Any:
     """Returns a Python module with ``model``, ``change()`` and ``state()``; calls with the same seed are equal.
 
@@ -448,32 +521,11 @@ def program(how: str, kind: str, seed: int) -> Any:
         seed: Decides about sizes, numbers and how the value is used.
     """
     draw = random.Random(f"{how} {kind} {seed}")
-    a, b = draw.choice([(1.0, 3.0), (0.5, 2.0), (1, 2), (2.0, 0.25)])
     values = {"width": draw.choice([4, 6]), "hidden": draw.choice([5, 8]), "activation": draw.choice(["relu", "sin"])}
-    if how == "read":
-        before, init, expression, change = READ[kind]
-        leave, state = "pass", "torch.zeros(1)"
-    else:
-        before, init, leave, expression, state = LEFT[kind]
-        change = "pass"
-    declared = ""
-    if leave.startswith("global"):
-        declared, leave = leave.split(";")[0] + "\n        ", leave.split(";")[1].strip()
-    tensors = "tensor" in kind or "memory" in kind or (how == "left" and "count" not in kind and "number" not in kind)
-    uses = _USES[:-2] if tensors else _USES
     name = f"program_{abs(hash((how, kind, seed)))}_{len(sys.modules)}"
-    fill = {"a": a, "b": b, "name": name}
-    source = _HEAD + _MODEL.format(
-        before=before.format(**fill),
-        init=init.format(**fill) or "pass",
-        use=draw.choice(uses).format(v=f"({expression.format(**fill)})"),
-        leave=leave,
-        declared=declared,
-        change=change.format(**fill),
-        globals="global V" if change.startswith("V =") else "pass",
-        state=state,
-        **values,
-    )
+    parts = asdict(place(how, kind, draw, name))
+    parts["declared"] += "\n        " * bool(parts["declared"])
+    source = HEAD + _MODEL.format(**parts, **values)
     module = types.ModuleType(name)
     sys.modules[name] = module
     exec(compile(source, f"<{how} {kind} {seed}>", "exec"), vars(module))

@@ -1,0 +1,141 @@
+"""What is a case? A list of decisions, each of which can be left out."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+from dataclasses import dataclass
+from typing import Any
+
+from ..export.torch.outside.programs import KINDS
+from .changes import CHANGES, OF_A_LAYER
+from .layers import LAYERS
+from .losses import LOSSES
+from .optimizers import OPTIMIZERS
+
+__all__ = ["WAYS", "Recipe", "draw"]
+
+# How a case is trained here: a trainer on each kind of kernels, a module, Dynamo's backend, a module on ONNX Runtime's
+# kernels, a trainer whose exports come from the cache, and one that goes on from a checkpoint.
+WAYS = ("pytorch", "onnxruntime", "module", "compile", "module onnxruntime", "cached", "resumed")
+_OPTIONS: dict[str, tuple[Any, ...]] = {
+    "accumulation": (2, 3),
+    "clip": (0.5, 0.05),
+    "clip_value": (0.01,),
+    "schedule": ("lambda n: 1 / (n + 1)", "lambda n: 0.5 ** n", "lambda n: min(1.0, (n + 1) / 3)"),
+    "share_weights": (False,),
+    "verify_every": (1, 2),
+    "in_forward": ("loss", "tuple", "dict"),
+    "recompute": (True,),
+    "deterministic": (True,),
+    "max_nonfinite": (1,),
+    "evaluated": (True,),
+    "bad": ("wider", "label", "rows", "dtype", "dimension"),
+    "between": ("evaluation", "state"),
+    "mask": (True,),
+    "strides": (True,),
+    "reduction": ("sum",),
+}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The decisions of a case.
+
+    Attributes:
+        seed: Seed of weights and data.
+        data: ``vectors``, ``sequences``, ``tokens`` or ``images``.
+        layers: Of each layer a number that is its own, a key of ``LAYERS``, and a seed. A layer that does not take
+            the shape before it is left out.
+        loss: A key of ``LOSSES``.
+        optimizer: A key of ``OPTIMIZERS``.
+        options: Name -> value; what is not there has PyTorch's default.
+        settings: Kinds of places outside tensors: how, kind and seed.
+        changes: Step before which something is changed, and what: a key of ``CHANGES``, or the number of a layer, a key
+            of ``OF_A_LAYER`` and an index.
+        sizes: Batch size and length of each step.
+        dtype: Dtype of the model; ``autocast`` for a float32 model in mixed precision with bfloat16.
+        ways: How it is trained here.
+        tied: Whether the head of a model of tokens has the weights of the embedding.
+    """
+
+    seed: int
+    data: str = "vectors"
+    layers: tuple[tuple[int, str, int], ...] = ()
+    loss: str = "mse"
+    optimizer: str = "sgd"
+    options: tuple[tuple[str, Any], ...] = ()
+    settings: tuple[tuple[str, str, int], ...] = ()
+    changes: tuple[tuple[int, tuple[Any, ...]], ...] = ()
+    sizes: tuple[tuple[int, int], ...] = ((2, 3),)
+    dtype: str = "float32"
+    ways: tuple[str, ...] = WAYS[:1]
+    tied: bool = False
+
+    def to_text(self) -> str:
+        """Returns this recipe as JSON."""
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def from_text(cls, text: str) -> Recipe:
+        """Reads what :meth:`to_text` has written."""
+        return cls(**{name: _as_tuples(value) for name, value in json.loads(text).items()})
+
+
+def _as_tuples(value: Any) -> Any:
+    return tuple(map(_as_tuples, value)) if isinstance(value, list) else value
+
+
+def draw(seed: int) -> Recipe:
+    """Returns the case with a seed."""
+    random_ = random.Random(f"case {seed}")
+    data = random_.choice(("vectors", "vectors", "sequences", "tokens", "images"))
+    letter = {"vectors": "v", "images": "i"}.get(data, "s")
+    # Layers for the data's own shape come first; those for vectors fit once a layer has made one.
+    first = [kind for kind, layer in LAYERS.items() if letter in layer.kinds]
+    own = [kind for kind in first if "v" not in LAYERS[kind].kinds] or first
+    kinds = [random_.choice(random_.choice((first, own))) for _ in range(random_.randint(1, 4))]
+    kinds += [random_.choice(list(LAYERS)) for _ in range(random_.randint(0, 4))]
+    layers = tuple((number, kind, random_.randrange(1000)) for number, kind in enumerate(kinds))
+    count = random_.choice((3, 4, 5, 6))
+    sizes = random_.choices([(1, 5), (2, 5), (3, 5), (7, 5), (3, 4), (2, 8), (4, 1), (3, 6)], k=2)
+    steps = tuple(random_.choice(sizes) for _ in range(count))
+    options = {name: random_.choice(values) for name, values in _OPTIONS.items() if random_.random() < 0.12}
+    dtype = random_.choices(("float32", "float64", "bfloat16", "autocast"), (12, 3, 1, 1))[0]
+    optimizer = random_.choice(list(OPTIMIZERS))
+    settings = tuple(
+        (how, kind, random_.randrange(1000)) for how, kind in random_.sample(KINDS, random_.choice((0, 0, 1, 1, 2)))
+    )
+    if OPTIMIZERS[optimizer][1].startswith("optim.from") or "Config" not in OPTIMIZERS[optimizer][1]:
+        options.pop("share_weights", None)
+    chosen = random_.sample(WAYS[:4], 2)
+    ways = tuple(way for way in WAYS if way in chosen or (way in WAYS[4:] and random_.random() < 0.08))
+    changes = []
+    # A trainer with copies of the weights does not see what is changed in the model.
+    for _ in range(0 if "share_weights" in options else random_.choice((0, 0, 1, 1, 2, 3))):
+        what: tuple[Any, ...] = (random_.choice(list(CHANGES)),)
+        fitting = [
+            (number, text, index)
+            for number, kind, _ in layers
+            for text, statements in OF_A_LAYER.items()
+            if text in LAYERS[kind].init
+            for index in range(len(statements))
+        ]
+        if fitting and random_.random() < 0.6:
+            what = random_.choice(fitting)
+        changes.append((random_.randint(1, count - 1), what))
+    return Recipe(
+        seed,
+        data,
+        layers,
+        random_.choice(list(LOSSES)),
+        optimizer,
+        tuple(options.items()),
+        settings,
+        tuple(sorted(changes, key=lambda change: change[0])),
+        steps,
+        dtype,
+        ways,
+        data == "tokens" and random_.random() < 0.3,
+    )

@@ -1,0 +1,34 @@
+"""Some cases, which the commit determines, are trained as in PyTorch: others in every gate."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import pytest
+
+from .. import processes
+from ..harness import choose
+from .recipe import draw
+from .run import Fuzzer
+
+# Processor seconds of the cases: a test may take 120. `make quick`, which takes three minutes in all, gets a few cases.
+SECONDS, QUICK_SECONDS = 100.0, 10.0
+# On a fast machine, so that the cases of a commit are the same on every one.
+CASES = 60
+
+
+def test_cases_of_this_commit(request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    commit = request.config.getoption("seed") or choose.commit()
+    seed = int.from_bytes(hashlib.sha256(commit.encode()).digest()[:4], "big") * 100
+    seconds = QUICK_SECONDS if request.config.getoption("affected") else SECONDS
+    fuzzer = Fuzzer(tmp_path)
+    try:
+        for number in range(seed, seed + CASES):
+            fuzzer.take(draw(number))
+            if fuzzer.failures or fuzzer.worker.seconds > seconds:
+                break
+    finally:
+        fuzzer.worker.close()
+        processes.processor_seconds += fuzzer.worker.seconds
+    assert not fuzzer.failures, f"make fuzz MINUTES=1 SEED={seed} repeats it\n{fuzzer.summary()}"
