@@ -4,6 +4,8 @@ import logging
 import subprocess
 import sys
 
+import numpy as np
+import onnx.parser
 import onnxruntime
 import pytest
 import torch
@@ -83,3 +85,22 @@ def test_cuda_devices(monkeypatch: pytest.MonkeyPatch) -> None:
         ("CUDAExecutionProvider", {"device_id": "1", "user_compute_stream": "1234", "gpu_mem_limit": "99", "x": "y"}),
         ("CPUExecutionProvider", {}),
     ]
+
+
+@pytest.mark.engine
+def test_a_range_that_is_an_output_and_an_index_is_computed() -> None:
+    model = onnx.parser.parse_model(
+        """<ir_version: 10, opset_import: ["": 18]>
+        g (float[n, 2] table, int64 limit) => (int64[m] places, float[m, 2] rows)
+        <int64 start = {0}, int64 step = {1}>
+        { places = Range(start, limit, step) rows = Gather(table, places) }"""
+    )
+    session = engine.make_session(model.SerializeToString(), engine.own_options(), engine.providers_for(engine.CPU))
+    table, places = np.arange(8, dtype=np.float32).reshape(4, 2), np.full(3, 7)
+    binding = session.io_binding()
+    binding.bind_cpu_input("table", table)
+    binding.bind_cpu_input("limit", np.array(3))
+    binding.bind_output("places", "cpu", 0, np.int64, places.shape, places.ctypes.data)
+    binding.bind_output("rows", "cpu")
+    session.run_with_iobinding(binding)
+    assert places.tolist() == [0, 1, 2] and binding.get_outputs()[1].numpy().tolist() == table[:3].tolist()
