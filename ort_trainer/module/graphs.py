@@ -213,7 +213,7 @@ class CallGraphs:
             self._calls[tuple(key)] = known
         found, call = known
         if found.notes.tensors or found.notes.scalars:
-            self._outside.update(self._reads.carried())
+            self._outside.update(self._reads.carried(owned=False))
         # Numbers as copies: the backward pass of a call may come after calls with other numbers.
         scalars = found.notes.scalars
         values = [tensors[name].clone() if name in scalars else tensors[name] for tensors, name in found.state]
@@ -336,7 +336,7 @@ class CallGraphs:
         memory = TorchMemory(device)
         passes = Passes(forward, backward, functools.partial(self._load, memory=memory), memory)
         outside = {*notes.tensors, *notes.scalars}
-        self._outside.update(self._reads.carried())
+        self._outside.update(self._reads.carried(owned=False))
         state = [(self._outside, name) if name in outside else self._place(name) for name in forward.state]
         linked = links(outputs, [*(owner[name] for owner, name in state), *copies.values()])
         changes_inputs = bool(forward.input_updates)

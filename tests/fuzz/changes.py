@@ -35,7 +35,7 @@ OF_A_LAYER: dict[str, tuple[str, ...]] = {
     "nn.TransformerEncoderLayer": ("model.{n}.norm_first = True", "model.{n}.eval()"),
     "= nn.Linear({w}, {w})": ("model.{n}.forward = lambda x: x",),
     "register_buffer": ("model.{n}.mul_(2)", "model.{n} = model.{n} + 1"),
-    "nn.Parameter": ("model.{n}.data.mul_(0.5)",),
+    "= nn.Parameter(": ("model.{n}.data.mul_(0.5)",),
     "Scaled(": ("model.{n}.eval()", "model.{n}.mean.zero_()"),
     "nn.LSTM": ("model.{n}.eval()",),
     "nn.Sequential": ("model.{n}.eval()", "model.{n}[0].register_forward_hook(lambda m, x, y: y * 0.5)"),

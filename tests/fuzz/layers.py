@@ -199,8 +199,12 @@ LAYERS: dict[str, Layer] = {
     "dropout of channels": Layer("i", "self.{n} = nn.Dropout2d({f} * 0.5)", "h = self.{n}(h)"),
     "alpha dropout": Layer("vs", "self.{n} = nn.AlphaDropout({f} * 0.5)", "h = self.{n}(h)"),
     "noise": Layer("vs", "", "h = h + torch.randn_like(h) * 0.1 if self.training else h"),
-    "uniform noise": Layer("vs", "", "h = h * (1 + 0.1 * torch.rand(h.shape[0], *[1] * (h.dim() - 1), dtype=h.dtype))"),
-    "bernoulli": Layer("vs", "", "h = h * torch.bernoulli(torch.full_like(h, 0.8))"),
+    "uniform noise": Layer(
+        "vs",
+        "",
+        "if self.training: h = h * (1 + 0.1 * torch.rand(h.shape[0], *[1] * (h.dim() - 1), dtype=h.dtype))",
+    ),
+    "bernoulli": Layer("vs", "", "if self.training: h = h * torch.bernoulli(torch.full_like(h, 0.8))"),
     # Sequences.
     "attention": Layer(
         "s",

@@ -89,6 +89,8 @@ def source(recipe: Recipe) -> str:
     """Returns a case as source text; what does not fit is left out."""
     parts = _Parts(recipe)
     loss, options = LOSSES[recipe.loss], dict(recipe.options)
+    if options.get("bad") == "label" and not loss.label.startswith("torch.randint(shape[-1]"):
+        del options["bad"]  # any number is a valid label
     function = loss.function
     if loss.flat and parts.shape.kind == "s":
         function = f"lambda p, y, f={function}: f(p.flatten(0, 1), y.flatten(0, 1))"

@@ -7,7 +7,8 @@ failure may end the process, so a loop of a few lines does more.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from typing import Any
 
 from .recipe import Recipe
 
@@ -22,47 +23,57 @@ def shrink(recipe: Recipe, fails: Callable[[Recipe], bool], attempts: int = 50) 
         fails: Whether a case fails in the same way.
         attempts: How many cases to try at most.
     """
+    tried = {recipe}
     smaller = True
-    while smaller and attempts > 0:
+    while smaller:
         smaller = False
-        for candidate in _smaller(recipe):
-            if attempts <= 0:
-                break
-            attempts -= 1
+        for edit in _edits(recipe):
+            candidate = edit(recipe)
+            if candidate in tried or len(tried) > attempts:
+                continue
+            tried.add(candidate)
             if fails(candidate):
                 recipe, smaller = candidate, True
-                break
     return recipe
 
 
-def _smaller(recipe: Recipe) -> Iterator[Recipe]:
-    """Yields the case without one thing, starting with what most likely is not needed."""
+def _edits(recipe: Recipe) -> list[Callable[[Recipe], Recipe]]:
+    """Returns what leaves out one thing each, starting with what most likely is not needed."""
+    edits: list[Callable[[Recipe], Recipe]] = []
     for name in ("layers", "settings", "changes", "options"):
         if len(getattr(recipe, name)) > 1:
-            yield dataclasses.replace(recipe, **{name: ()})
+            edits.append(_with(**{name: ()}))
     for name in ("settings", "changes", "options", "layers"):
-        values = getattr(recipe, name)
-        for number in reversed(range(len(values))):
-            yield dataclasses.replace(recipe, **{name: (*values[:number], *values[number + 1 :])})
-    if len(recipe.sizes) > 1:
-        yield dataclasses.replace(recipe, sizes=recipe.sizes[:-1])
-        yield dataclasses.replace(
-            recipe,
-            sizes=recipe.sizes[1:],
-            changes=tuple((max(step - 1, 0), what) for step, what in recipe.changes),
-        )
-    for name, simple in (
-        ("tied", False),
-        ("dtype", "float32"),
-        ("optimizer", "sgd"),
-        ("loss", "mse"),
-        ("data", "vectors"),
-        ("data", "sequences"),
-    ):
-        if getattr(recipe, name) != simple and not (name == "data" and recipe.data == "vectors"):
-            yield dataclasses.replace(recipe, **{name: simple})
-    if len(set(recipe.sizes)) > 1:
-        for size in sorted(set(recipe.sizes)):
-            yield dataclasses.replace(recipe, sizes=(size,) * len(recipe.sizes))
-    elif recipe.sizes[0] != (2, 3):
-        yield dataclasses.replace(recipe, sizes=((2, 3),) * len(recipe.sizes))
+        edits += [_without(name, item) for item in reversed(getattr(recipe, name))]
+    edits += [_without_last, _without_first] * (len(recipe.sizes) - 1)
+    simple = {"tied": False, "dtype": "float32", "optimizer": "sgd", "loss": "mse", "data": "vectors"}
+    edits += [_with(**{name: value}) for name, value in simple.items()]
+    edits += [_of_one_size(size) for size in ((2, 3), *sorted(set(recipe.sizes)))]
+    return edits
+
+
+def _with(**values: Any) -> Callable[[Recipe], Recipe]:
+    return lambda recipe: dataclasses.replace(recipe, **values)
+
+
+def _without(name: str, item: Any) -> Callable[[Recipe], Recipe]:
+    return lambda recipe: dataclasses.replace(
+        recipe, **{name: tuple(other for other in getattr(recipe, name) if other != item)}
+    )
+
+
+def _without_last(recipe: Recipe) -> Recipe:
+    return dataclasses.replace(recipe, sizes=recipe.sizes[:-1] or recipe.sizes)
+
+
+def _without_first(recipe: Recipe) -> Recipe:
+    earlier = tuple((max(step - 1, 0), what) for step, what in recipe.changes)
+    return dataclasses.replace(recipe, sizes=recipe.sizes[1:], changes=earlier) if recipe.sizes[1:] else recipe
+
+
+def _of_one_size(size: tuple[int, int]) -> Callable[[Recipe], Recipe]:
+    def edit(recipe: Recipe) -> Recipe:
+        simple = len(set(recipe.sizes)) == 1 and size != (2, 3)
+        return recipe if simple else dataclasses.replace(recipe, sizes=(size,) * len(recipe.sizes))
+
+    return edit

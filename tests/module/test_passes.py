@@ -220,6 +220,31 @@ def test_pytorchs_dropout_in_bfloat16(kernels: str) -> None:
         torch.testing.assert_close(mine.grad, theirs.grad, rtol=5e-2, atol=5e-2)
 
 
+class Remembers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 3)
+        self.state = torch.ones(6, dtype=torch.bfloat16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.state * self.first(x)
+        self.state = h.detach().mean(0)
+        return self.last(h)
+
+
+@pytest.mark.parametrize("options", [{}, {"utils": {"kernels": "onnxruntime"}}, {"debug": {"verify_every": 1}}])
+def test_a_state_in_bfloat16(options: dict[str, Any]) -> None:
+    eager, ours = pair(Remembers(), options)
+    for _ in range(3):
+        for module in (eager, ours):
+            with torch.autocast("cpu", torch.bfloat16):
+                module(X).float().square().sum().backward()
+    assert ours.state.dtype == torch.bfloat16
+    for mine, theirs in zip((ours.state, ours.last.weight.grad), (eager.state, eager.last.weight.grad), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=5e-2, atol=5e-2)
+
+
 class Changes(nn.Module):
     def forward(self, x: torch.Tensor, state: dict[str, torch.Tensor], scale: float, *, add: bool = False) -> Any:
         state["sum"].add_(x.detach().sum(0))

@@ -138,15 +138,20 @@ class Reads:
         self.carries = self.carries or bool(notes.tensors or notes.scalars)
         self._compile()
 
-    def carried(self) -> Mapping[str, torch.Tensor]:
-        """Returns the tensors from outside that graphs of the current variant take and that are new, by name."""
+    def carried(self, owned: bool = True) -> Mapping[str, torch.Tensor]:
+        """Returns the tensors from outside that graphs of the current variant take and that are new, by name.
+
+        Args:
+            owned: Whether in the dtypes that a trainer keeps: fp32 for bfloat16. The graphs of calls take bfloat16.
+        """
         found: dict[str, torch.Tensor] = {}
         notes = [] if self._last is None else self._last.notes
         for name, place in {name: place for entry in notes for name, place in entry.tensors.items()}.items():
             tensor = read(self._root, place)
             if tensor is self._carried.get(name):
                 continue
-            own = tensor.detach().to(dtype=owned_dtype(tensor.dtype)).resolve_conj().resolve_neg().contiguous()
+            kept = owned_dtype(tensor.dtype) if owned else tensor.dtype
+            own = tensor.detach().to(dtype=kept).resolve_conj().resolve_neg().contiguous()
             if own.data_ptr() == tensor.data_ptr():  # otherwise it is copied in every step
                 self._carried[name] = tensor
             found[name] = own
