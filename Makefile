@@ -108,8 +108,13 @@ mutants: setup
 torture: setup
 	$(BIN)/python -m pytest -m torture
 
-.PHONY: setup setup-stock setup-legacy demo browser browser-build quick test everything reach mutants matrix fuzz soak
-.PHONY: test-js test-c test-browser dist dist-test audit lint format torture bench fidelity operators onnx-operators onnx-round-trips recipes docs site clean
+# Draws models, and trains them here and in PyTorch; CASE=... repeats one case. What differs becomes a script in build/fuzz.
+fuzz: setup
+	$(BIN)/python -m tests.fuzz.run --minutes $(or $(MINUTES),60) --seed "$(SEED)" --case "$(CASE)"
+
+# 100,000 steps, and what happens between them in long runs: ten minutes. WRITE=1 writes the picture and the table.
+soak: setup
+	$(BIN)/python benchmarks/soak.py $(if $(WRITE),--write)
 
 # A tenth of them on other versions of Python, torch and all else, where that Python is: noxfile.py lists them. An hour.
 matrix: setup
