@@ -27,6 +27,7 @@ _BESIDE: Mapping[str, Sequence[str]] = {
     "CHANGELOG.md": ("tests/test_docs.py", "tests/test_package.py"),
     "Makefile": ("tests/test_docs.py", "tests/test_package.py"),
     "README.md": ("tests/test_docs.py",),
+    "SECURITY.md": ("tests/test_docs.py",),
     "benchmarks": ("tests/test_benchmarks.py", "tests/test_docs.py"),
     "c": (),
     "constraints.txt": ("tests/test_package.py",),

@@ -447,9 +447,10 @@ def test_parameters_by_name() -> None:
     trainer = mlp_trainer(model=model, config=optim.AdamConfig(lr=0.01))
     assert torch.equal(trainer.get_parameter("second.weight"), model.first.weight)
     assert not trainer.get_parameter("second.weight").requires_grad
-    with pytest.raises(RuntimeError, match="training has not started: call prepare"):
-        trainer.set_parameter("fixed", torch.zeros(3))
-    with pytest.raises(RuntimeError, match="training has not started"):
+    trainer.set_parameter("fixed", torch.zeros(3))
+    assert not model.fixed.any(), "before the first step, too"
+    assert trainer.get_gradient("first.weight") is None
+    with pytest.raises(RuntimeError, match="there are no gradients now"):
         trainer.set_gradient("first.weight", torch.zeros(8, 8))
     state = {name: torch.full_like(value, 0.5) for name, value in model.state_dict().items()}
     trainer.load_state_dict(state)
