@@ -198,9 +198,10 @@ def test_a_release_adds_its_results(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_a_steady_step_keeps_its_way_short() -> None:
     """A higher number here needs a reason; a lower one is the new limit."""
     way = importlib.import_module("way").steady_step().counts
-    # Two calls look whether a run takes the batch's branches, two more whether inputs can be read by address.
-    assert way["calls"] <= 73, way
-    assert way["changes of file"] <= 45, way
+    # Two calls look whether a run takes the batch's branches, two more whether inputs can be read by address, and two
+    # keep other threads out.
+    assert way["calls"] <= 75, way
+    assert way["changes of file"] <= 47, way
 
 
 def test_an_export_keeps_its_way_short(monkeypatch: pytest.MonkeyPatch) -> None:
