@@ -63,6 +63,7 @@ class StepGraphs:
         self._device = device
         self._tolerates = tolerates
         self._built, self._rebound = built, rebound
+        self._derives = model_desc == "auto"
         self._description: ModelDescription | None = None
         self._narrower: ModelDescription | None = None
         self._input_names: tuple[str, ...] = ()
@@ -109,7 +110,8 @@ class StepGraphs:
         Raises:
             TypeError, ValueError: If they do not match the description.
         """
-        if self._description is None:
+        # Until there is a graph, a batch that was refused decides nothing.
+        if self._description is None or (self._derives and not self.has_started):
             self._describe(args, kwargs)
         try:
             names = self._input_names
@@ -289,6 +291,7 @@ class StepGraphs:
 
     def _describe(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Derives the description from the first batch."""
+        self._description, self._input_names, self._arguments, self._output_names = None, (), (), ()
         given = self._source.name_inputs(*unpack(args, kwargs), self.loss_parameters)
         leaves: dict[str, Any] = {}
         layouts = {argument: flatten(argument, value, leaves) for argument, value in given.items()}

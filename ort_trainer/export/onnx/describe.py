@@ -40,7 +40,7 @@ def describe_onnx(
         outputs: The outputs to describe; None for all.
 
     Raises:
-        ValueError: If ``loss`` is not an output, or ambiguous, or the label is missing.
+        ValueError: If ``loss`` is not an output, or ambiguous, or the label or an input is missing.
     """
     graph = model.model.graph
     shapes = known_shapes(model.model)
@@ -57,6 +57,9 @@ def describe_onnx(
                 f"model_desc='auto' with a loss_fn needs the label, beside the inputs {list(model.inputs)} of the ONNX "
                 f"model, but the batch has only {list(batch)}"
             )
+        missing = [name for name in model.inputs if name not in batch]
+        if missing:
+            raise ValueError(f"the first batch lacks the inputs {missing} of the ONNX model: it has only {list(batch)}")
         first = inputs[0][1][0] if inputs and inputs[0][1] else None
         for label in labels:
             sizes = list(batch[label].shape)

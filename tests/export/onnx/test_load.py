@@ -16,7 +16,7 @@ import pytest
 import torch
 from onnx.external_data_helper import convert_model_to_external_data
 
-from ort_trainer import ExportError
+from ort_trainer import ExportError, ORTTrainer, optim
 from ort_trainer.export.onnx import load_onnx_model
 from ort_trainer.step.onnx_file import WEIGHTS
 
@@ -240,3 +240,20 @@ def test_bad_weights_and_files(tmp_path: Path) -> None:
     (tmp_path / "cut.onnx").write_bytes(proto().SerializeToString()[:-10])
     with pytest.raises(ExportError, match="cut.onnx' is not an ONNX model"):
         load_onnx_model(tmp_path / "cut.onnx")
+
+
+def test_a_first_batch_that_lacks_something_is_refused() -> None:
+    model = onnx.parser.parse_model(
+        """<ir_version: 10, opset_import: ["": 18]>
+        g (float[n, 2] x, float[n, 2] more) => (float[n, 2] y) <float[2] weight = {1, 2}>
+        { scaled = Mul(x, weight) y = Add(scaled, more) }"""
+    )
+    x = torch.ones(3, 2)
+    for loss_fn, batch, message in (
+        (torch.nn.functional.mse_loss, {"x": x, "more": x}, "needs the label, beside the inputs"),
+        (torch.nn.functional.mse_loss, {"x": x, "label": x}, r"lacks the inputs \['more'\] of the ONNX model"),
+    ):
+        trainer = ORTTrainer(model, "auto", optim.SGDConfig(), loss_fn=loss_fn)
+        with pytest.raises(ValueError, match=message):
+            trainer.train_step(**batch)
+        trainer.train_step(x=x, more=x, label=x)

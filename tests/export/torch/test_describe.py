@@ -388,6 +388,17 @@ def test_later_batches_that_do_not_fit() -> None:
         ORTTrainer(MLP(), "auto", CONFIG, loss_fn=F.cross_entropy).train_step(x)
 
 
+def test_a_first_batch_that_is_refused_decides_nothing() -> None:
+    x, label = mlp_batches(1)[0]
+    refused = [(x.double(), label), (x, label[:1]), (x, label + 9), (x[:, :3], label), (x, label, label)]
+    for batch in refused:
+        trainer = ORTTrainer(MLP(), "auto", CONFIG, loss_fn=F.cross_entropy)
+        with pytest.raises((IndexError, RuntimeError, TypeError, ValueError)):
+            trainer.train_step(*batch)
+        trainer.train_step(x, label)
+        assert shapes(trainer) == {"x": ["batch", 8], "label": ["batch"]}
+
+
 def test_deriving_leaves_no_trace() -> None:
     model = nn.Sequential(nn.BatchNorm1d(8), nn.Dropout(0.5), MLP())
     before = {name: value.clone() for name, value in model.state_dict().items()}
