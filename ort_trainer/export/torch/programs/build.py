@@ -89,8 +89,10 @@ def program_model(
         sizes |= remove_padding(graph, found.symbols, mask, seeds)
     rewrite(graph, compiled, unfetched=unfetched)
     results = [(node, name) for node, (_, name) in zip(end.args[0], results, strict=True)]
+    indices = {entry.input for entry in found.index_ranges}
+    checked = [node for node, name in inputs if name in indices]
     return ProgramBuilder(
-        graph, inputs, results, found.constants, found.symbols, sizes, (), compiled, unfetched
+        graph, inputs, results, found.constants, found.symbols, sizes, (), compiled, unfetched, checked
     ).build()
 
 
@@ -154,6 +156,7 @@ class ProgramBuilder:
         ordered: The inputs and results that keep their order in memory; others are contiguous.
         compiled: Whether to compile what lies between PyTorch's kernels to loops.
         unfetched: Places of results that are probably not fetched.
+        checked: The inputs that the caller checks before a run, where they are indices.
 
     Attributes:
         programs, operators: As in :class:`ProgramModel`.
@@ -173,6 +176,7 @@ class ProgramBuilder:
         ordered: Collection[Node] = (),
         compiled: bool = False,
         unfetched: Collection[int] = (),
+        checked: Collection[Node] = (),
     ) -> None:
         self._inputs, self._results, self._constants = inputs, results, constants
         self._symbols, self._sizes, self._ordered = symbols, sizes, ordered
@@ -184,7 +188,7 @@ class ProgramBuilder:
 
             needed = needed_for(node for place, (node, _) in enumerate(results) if place not in unfetched)
             nodes = [node for program in self._programs for node in program]
-            divided = divide_for_loops(nodes, {node for node in nodes if node not in needed})
+            divided = divide_for_loops(nodes, {node for node in nodes if node not in needed}, checked)
             self._programs = [program for program, _ in divided]
             self._loops = {node for program, of_loops in divided if of_loops for node in program}
         self._names = Names([name for _, name in (*inputs, *results)])

@@ -29,7 +29,7 @@ from ....engine.programs.operators import LIBRARY
 from ....engine.programs.program import GETITEM, LOOPS, Order
 from ....engine.programs.runner import deterministic_kernels
 from ..divide import needed_for, part_of
-from .values import Node, call, is_view
+from .values import Node, call, is_view, tensors_of
 
 __all__ = ["LoopsEncoder", "divide_for_loops"]
 
@@ -70,6 +70,17 @@ _AT_PLACES = (
     aten.scatter.value,
     aten.scatter_add.default,
 )
+# Names of arguments that say which elements an operator reads or writes.
+_PLACES = ("index", "indices", "target")
+# The values of their results are values of their first argument.
+_COPIES = (
+    aten._to_copy.default,
+    aten.clone.default,
+    aten.constant_pad_nd.default,
+    aten.gather.default,
+    aten.index.Tensor,
+    aten.index_select.default,
+)
 # Inductor has no loops for these in sizes that it does not know.
 _OF_KNOWN_SIZES = (
     aten._adaptive_avg_pool2d.default,
@@ -97,29 +108,76 @@ def _require_compiler() -> None:
         )
 
 
-def divide_for_loops(nodes: Sequence[Node], apart: Collection[Node]) -> list[tuple[list[Node], bool]]:
+def divide_for_loops(
+    nodes: Sequence[Node], apart: Collection[Node], checked: Collection[Node]
+) -> list[tuple[list[Node], bool]]:
     """Divides operators, in order, into programs; returns with each whether it is compiled. Masks come first.
 
     Args:
         nodes: The operators.
         apart: Those that are mostly not needed; they come last, and compiling them would take longer than they do.
+        checked: The inputs that are known to be in range where they are indices.
     """
-    masks = [node for node in nodes if node.target in (own.draw_unpacked.default, own.draw_unpacked.rate)]
-    others = [node for node in nodes if node not in masks]
+    compiled = {node: _can_be_compiled(node, checked) for node in nodes}
+    # What looks up rows by integers that the model computes does not divide the loops if it comes before all of them.
+    lookups = [node for node in nodes if not compiled[node] and _indices(node) and _of_integers(node)]
+    ahead = needed_for(lookups) | {node for node in nodes if _draws_masks(node)}
+    first = [node for node in nodes if node in ahead]
+    others = [node for node in nodes if node not in ahead]
     later = [node for node in others if node in apart]
-    main = itertools.groupby((node for node in others if node not in apart), _can_be_compiled)
-    divided = [(masks, False), *((list(group), compiled) for compiled, group in main), (later, False)]
-    return [(group, compiled) for group, compiled in divided if group]
+    main = itertools.groupby((node for node in others if node not in apart), compiled.__getitem__)
+    divided = [(first, False), *((list(group), of_loops) for of_loops, group in main), (later, False)]
+    return [(group, of_loops) for group, of_loops in divided if group]
 
 
-def _can_be_compiled(node: Node) -> bool:
+def _draws_masks(node: Node) -> bool:
+    return node.target in (own.draw_unpacked.default, own.draw_unpacked.rate)
+
+
+def _can_be_compiled(node: Node, checked: Collection[Node]) -> bool:
     """Returns whether Inductor can call an operator, for results of known sizes."""
     if node.target is operator.getitem:
-        return _can_be_compiled(node.all_input_nodes[0])
+        return _can_be_compiled(node.all_input_nodes[0], checked)
     if node.target in _OF_KNOWN_SIZES or (node.target in _AT_PLACES and node.all_input_nodes[0].op != "placeholder"):
+        return False
+    # A loop that finds an index out of range ends the process: threads can't raise errors.
+    if node.target not in _WHOLE and not all(_values_of(index) in checked for index in _indices(node)):
         return False
     assert isinstance(node.target, torch._ops.OpOverload)
     return node.target.namespace != LIBRARY and "mkldnn_rnn" not in str(node.target)
+
+
+def _indices(node: Node) -> list[Node]:
+    """Returns the integers that say which elements an operator reads or writes."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return []
+    given = dict(zip((argument.name for argument in node.target._schema.arguments), node.args, strict=False))
+    found = [value for name in _PLACES for value in _listed(given.get(name))]
+    return [value for value in found if isinstance(value, Node) and _is_integer(value)]
+
+
+def _listed(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, (list, tuple)) else [value]
+
+
+def _is_integer(node: Node) -> bool:
+    value = node.meta["val"]
+    return isinstance(value, torch.Tensor) and not value.dtype.is_floating_point and value.dtype != torch.bool
+
+
+def _values_of(node: Node) -> Node:
+    """Returns what a node has its values from, through views and copies."""
+    while is_view(node) or node.target in _COPIES:
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _of_integers(node: Node) -> bool:
+    """Returns whether an operator needs nothing computed but integers, flags and sizes."""
+    needed = needed_for([node]) - {node}
+    return not any(
+        value.dtype.is_floating_point for other in needed if other.op != "placeholder" for value in tensors_of(other)
+    )
 
 
 class LoopsEncoder:
