@@ -13,6 +13,7 @@ from ..core.errors import ValueBranchError
 from ..engine.programs.runner import ProgramRunner, Progress
 from ..engine.runner import GraphRunner, Kind, check_branches, evaluated, with_probabilities
 from ..engine.torch_memory import TorchMemory, shaped
+from ..export.torch.eager import random_state, set_random_state
 from ..step import SIZES, Step
 
 __all__ = ["Call", "Passes"]
@@ -225,14 +226,11 @@ class Call:
         if not (self._random and self.passes.conditions):
             return self._run(values, check)
         device = self.passes.memory.device
-        state = torch.get_rng_state() if device.type == "cpu" else torch.cuda.get_rng_state(device)
+        state = random_state(device)
         try:
             return self._run(values, check)
         except ValueBranchError:  # what runs instead draws the numbers again
-            if device.type == "cpu":
-                torch.set_rng_state(state)
-            else:
-                torch.cuda.set_rng_state(state, device)
+            set_random_state(device, state)
             raise
 
     def _run(self, values: list[torch.Tensor], check: CheckGradients | None) -> tuple[torch.Tensor, ...]:

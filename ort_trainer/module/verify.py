@@ -13,7 +13,16 @@ from ..core.errors import VerificationError
 from ..export.nested import flatten, rebuild
 from ..export.torch.borrow import BORROWED, borrowed
 from ..export.torch.differences import WHY_DIFFERENT, check_comparable, gradient_floor, not_run, report
-from ..export.torch.eager import coarsest, gradient_of, put_buffers_back, random_state_kept, shaken, with_values
+from ..export.torch.eager import (
+    coarsest,
+    gradient_of,
+    put_buffers_back,
+    random_state,
+    random_state_kept,
+    set_random_state,
+    shaken,
+    with_values,
+)
 from ..export.torch.outside.places import Place
 from ..export.torch.outside.recorder import Pair, Recorder
 from .graphs import _Found as Found
@@ -96,7 +105,7 @@ class _EagerCall:
         self._device = found.passes.memory.device
         kind = self._device.type
         self._autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        self._state = torch.get_rng_state() if kind == "cpu" else torch.cuda.get_rng_state(self._device)
+        self._state = random_state(self._device)
         step = found.passes.step
         self._places = [*step.state, *(entry.name for entry in found.description.inputs)]
         self._rounding = self._autocast or coarsest([*module.parameters(), *module.buffers(), *given.values()])
@@ -212,10 +221,7 @@ class _EagerCall:
         for place, _ in self._found.passes.updates:
             before = self._before[self._places[place]] if place < count else inputs[place - count]
             values[place].detach().copy_(before.detach())
-        if self._device.type == "cpu":
-            torch.set_rng_state(self._state)
-        else:
-            torch.cuda.set_rng_state(self._state, self._device)
+        set_random_state(self._device, self._state)
 
     def refuse(self, message: str, state: str) -> NoReturn:
         """Raises the error."""

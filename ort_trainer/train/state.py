@@ -37,7 +37,6 @@ __all__ = [
 ]
 
 
-@in_transaction
 def collect(loop: TrainingLoop) -> dict[str, Any]:
     """Returns a copy of the complete state in the layout of ``ORTTrainer.state_dict()``."""
     return to_state_dict(gather(loop, loop.meet("state")), copy=True)
@@ -84,7 +83,6 @@ def follow(loop: TrainingLoop) -> str:
         return meeting.kind
 
 
-@in_transaction
 def to_pytorch(loop: TrainingLoop) -> dict[str, torch.Tensor]:
     """Returns copies of all weights and buffers on the CPU, with names and dtypes as in ``model.state_dict()``."""
     executor, contents = loop.started(), loop.contents
@@ -95,7 +93,6 @@ def to_pytorch(loop: TrainingLoop) -> dict[str, torch.Tensor]:
     }
 
 
-@in_transaction
 def load(loop: TrainingLoop, given: Callable[[], Mapping[str, Any]], strict: bool, owned: bool = False) -> None:
     """Restores what :func:`collect` or :func:`to_pytorch` returned, or a PyTorch model's state dict.
 

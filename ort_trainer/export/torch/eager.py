@@ -17,8 +17,10 @@ __all__ = [
     "coarsest",
     "gradient_of",
     "put_buffers_back",
+    "random_state",
     "random_state_kept",
     "run_eagerly",
+    "set_random_state",
     "shaken",
     "with_values",
 ]
@@ -127,13 +129,23 @@ def random_state_kept(device: torch.device, state: torch.Tensor | None = None) -
         device: Whose global generator of PyTorch is restored, beside the CPU's.
         state: What this generator begins with; None for its own state.
     """
-    on_cpu = device.type == "cpu"
-    with torch.random.fork_rng([] if on_cpu else [device]):
-        if state is not None and on_cpu:
-            torch.set_rng_state(state)
-        elif state is not None:
-            torch.cuda.set_rng_state(state, device)
+    with torch.random.fork_rng([] if device.type == "cpu" else [device]):
+        if state is not None:
+            set_random_state(device, state)
         yield
+
+
+def random_state(device: torch.device) -> torch.Tensor:
+    """Returns the state of a device's global generator of PyTorch."""
+    return torch.get_rng_state() if device.type == "cpu" else torch.cuda.get_rng_state(device)
+
+
+def set_random_state(device: torch.device, state: torch.Tensor) -> None:
+    """Sets what :func:`random_state` returns."""
+    if device.type == "cpu":
+        torch.set_rng_state(state)
+    else:
+        torch.cuda.set_rng_state(state, device)
 
 
 def coarsest(tensors: Collection[torch.Tensor]) -> torch.dtype:

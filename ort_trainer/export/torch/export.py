@@ -335,9 +335,7 @@ class _Exporter:
         return self._noting(made, kept=kept)
 
     def _noting(self, export: Export, **changes: Any) -> Export:
-        return dataclasses.replace(
-            export, remarks=tuple(self._remarks), problems=tuple(dict.fromkeys(self._problems)), **changes
-        )
+        return dataclasses.replace(export, remarks=tuple(self._remarks), problems=tuple(self._problems), **changes)
 
 
 def _enlarge(shape: Sequence[int | str], value: torch.Tensor, symbols: Collection[str]) -> torch.Tensor:
