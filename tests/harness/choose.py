@@ -24,6 +24,8 @@ ONE_IN = 6
 # Path prefix outside the package and the tests -> tests that a change there can affect; the longest prefix wins.
 _BESIDE: Mapping[str, Sequence[str]] = {
     ".ci": (),
+    ".devcontainer": (),
+    ".github": (),
     "CHANGELOG.md": ("tests/test_docs.py", "tests/test_package.py"),
     "Makefile": ("tests/test_docs.py", "tests/test_package.py"),
     "README.md": ("tests/test_docs.py",),
