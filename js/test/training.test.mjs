@@ -142,6 +142,13 @@ test("a release waits for the steps before it", async () => {
   await Promise.all([...steps, module.release(), optimizer.release()]);
 });
 
+test("a file has the properties of the moment that it was asked for", async () => {
+  const { state } = await load("none");
+  const bytes = state.toBytes();
+  state.setProperty("epoch", 1);
+  assert.equal((await Checkpoint.load(ort, await bytes)).getProperty("epoch"), undefined);
+});
+
 test("an optimizer that is being made keeps what another one has changed", async () => {
   let goOn;
   const waits = [new Promise((resolve) => (goOn = resolve))];
