@@ -33,10 +33,10 @@ const ACTIONS = {
   async open(folder, _, other = state) {
     const [training, evaluation, update] = ["training", "eval", "optimizer"].map((kind) => readFileSync(`${folder}/${kind}_model.onnx`));
     const sessions = [await Module.create(other, training, evaluation, OPTIONS), await Optimizer.create(other, update, OPTIONS)];
-    await module?.release();
-    await optimizer?.release();
+    const before = [module, optimizer];
     [module, optimizer] = sessions;
     state = other;
+    for (const released of before) await released?.release();
   },
   save: async (path, complete) => writeFileSync(path, await state.toBytes(complete)),
   train: async (...batch) => outputs(await module.trainStep(inputs(batch))),

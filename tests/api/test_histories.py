@@ -208,11 +208,16 @@ def histories_in(folder: Path, ours: Language) -> type[RuleBasedStateMachine]:
             self.update()
             self.reset()
 
-        @rule(sizes=st.lists(SIZES, min_size=1, max_size=3), updates=st.booleans(), resets=st.booleans())
-        def overlap(self, sizes: list[int], updates: bool, resets: bool) -> None:
+        @rule(
+            sizes=st.lists(SIZES, min_size=1, max_size=3),
+            updates=st.booleans(),
+            resets=st.booleans(),
+            opens=st.booleans(),
+        )
+        def overlap(self, sizes: list[int], updates: bool, resets: bool, opens: bool) -> None:
             """Asks for several steps before the first one is done, where the language allows it."""
             batches = [self.batch(size) for size in sizes]
-            between = [("step",)] * updates + [("reset",)] * resets
+            between = [("step",)] * updates + [("open", self.files, False)] * opens + [("reset",)] * resets
             losses = ours.together([call for batch in batches for call in (("train", *batch), *between)])
             for batch, loss in zip(batches, losses[:: 1 + len(between)], strict=True):
                 assert_close(torch.tensor(loss[0]), self.backward_theirs(*batch), 1e-4, "loss")
@@ -389,7 +394,7 @@ def ours(request: pytest.FixtureRequest) -> Iterator[Language]:
 
 
 def test_histories(folder: Path, ours: Language) -> None:
-    run_histories(histories_in(folder, ours), 20, 20)
+    run_histories(histories_in(folder, ours), 12, 20)
 
 
 @pytest.mark.torture
