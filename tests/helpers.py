@@ -16,6 +16,7 @@ from torch import nn
 
 from ort_trainer import ORTTrainer, ORTTrainerOptions, optim
 
+Check = Callable[[Any], None]
 TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
 
 
@@ -147,6 +148,20 @@ def assert_same_training(
             optimizer.zero_grad()
     assert_same_weights(trainer, reference, relative)
     return trainer
+
+
+class Checks(dict[str, Check]):
+    """Documented names, each with the function that checks it."""
+
+    def register(self, *names: str) -> Callable[[Check], Check]:
+        """Returns a decorator of a check of these names."""
+
+        def decorator(check: Check) -> Check:
+            assert not set(names) & set(self)
+            self.update(dict.fromkeys(names, check))
+            return check
+
+        return decorator
 
 
 def resolve(name: str) -> Any:

@@ -49,9 +49,18 @@ void Need(const Pointers*... pointers) {
   if (((pointers == nullptr) || ...)) Invalid("an argument is NULL");
 }
 
+// Checks that an array is not null, unless it is empty: a std::vector without elements has no memory.
+template <typename T>
+void NeedArray(const T* array, std::size_t size) {
+  if (size != 0) Need(array);
+}
+
 Bytes ReadFile(const char* path, const std::string& what) {
+  std::error_code none;  // a folder can be opened, too, and its size is 2^63 - 1
+  if (!std::filesystem::is_regular_file(path, none)) {
+    throw Error(ORT_NO_SUCHFILE, "there is no " + what + " '" + path + "'");
+  }
   std::ifstream file(path, std::ios::binary | std::ios::ate);
-  if (!file) throw Error(ORT_NO_SUCHFILE, "there is no " + what + " '" + path + "'");
   Bytes bytes(static_cast<std::size_t>(std::max<std::streamoff>(file.tellg(), 0)));
   file.seekg(0);
   file.read(reinterpret_cast<char*>(bytes.data()), static_cast<std::streamsize>(bytes.size()));
@@ -150,7 +159,8 @@ template <bool training, typename SessionPointer>
 OrtStatus* RunStep(SessionPointer session, const OrtRunOptions* options, size_t inputs_len, const OrtValue* const* inputs,
                    size_t outputs_len, OrtValue** outputs) noexcept {
   return Guarded([&] {
-    Need(inputs, outputs);
+    NeedArray(inputs, inputs_len);
+    NeedArray(outputs, outputs_len);
     Step& step = StepOf(session, training);
     if (outputs_len != step.outputs().size()) {
       Invalid("there are " + std::to_string(step.outputs().size()) + " outputs, but room for " +
@@ -171,7 +181,8 @@ OrtStatus* LoadCheckpoint(const ORTCHAR_T* path, OrtCheckpointState** out) noexc
 
 OrtStatus* LoadCheckpointFromBuffer(const void* buffer, const size_t size, OrtCheckpointState** out) noexcept {
   return Guarded([&] {
-    Need(static_cast<const char*>(buffer), out);
+    Need(out);
+    NeedArray(static_cast<const char*>(buffer), size);
     const auto* data = static_cast<const std::uint8_t*>(buffer);
     *out = new OrtCheckpointState{State(Bytes(data, data + size), "the checkpoint given as bytes")};
   });
@@ -202,7 +213,8 @@ OrtStatus* CreateTrainingSessionFromBuffer(const OrtEnv* env, const OrtSessionOp
                                            size_t evaluation_size, const void* optimizer, size_t optimizer_size,
                                            OrtTrainingSession** out) noexcept {
   return Guarded([&] {
-    Need(env, options, state, static_cast<const char*>(training), out);
+    Need(env, options, state, out);
+    NeedArray(static_cast<const char*>(training), training_size);
     const auto bytes = [](const void* data, size_t size) {
       const auto* begin = static_cast<const std::uint8_t*>(data);
       return data == nullptr || size == 0 ? std::optional<Bytes>() : Bytes(begin, begin + size);
@@ -266,7 +278,8 @@ OrtStatus* CopyParameters(OrtTrainingSession* session, OrtValue* buffer, bool tr
 OrtStatus* ExportModelForInferencing(OrtTrainingSession* session, const ORTCHAR_T* path, size_t count,
                                      const char* const* names) noexcept {
   return OnSession(session, [&](Session& found) {
-    Need(path, names);
+    Need(path);
+    NeedArray(names, count);
     WriteFile(path, found.InferenceModel({names, names + count}));
   });
 }

@@ -119,6 +119,7 @@ void Step::Run(const OrtRunOptions* options, const std::vector<const OrtValue*>&
   const Names& gradients = said.at("gradients").members;
   const Names& updates = said.at("buffer_updates").members;
   const Sizes sizes = Checked(given);
+  CheckOutputs(outputs, sizes);
   const bool draws = !said.at("random").items.empty();
   MersenneTwister random = draws ? state_.random() : MersenneTwister({});
   const std::vector<Tensor> drawn = Drawn(sizes, random);
@@ -186,6 +187,21 @@ Sizes Step::Checked(const std::vector<const OrtValue*>& given) const {
   }
   CheckIndices(given, sizes);
   return sizes;
+}
+
+// Checks the shapes of the caller's outputs, which the engine would find wrong in the middle of the run.
+void Step::CheckOutputs(const std::vector<OrtValue*>& outputs, const Sizes& sizes) const {
+  for (std::size_t i = 0; i < outputs.size(); ++i) {
+    const Json& described = model_.said().at("outputs").items[i].at("shape");
+    if (outputs[i] == nullptr || !described.is(Json::Kind::kList)) continue;
+    Shape shape;
+    for (const Json& size : described.items) shape.push_back(SizeFrom(size, sizes));
+    const std::string name = "output '" + outputs_[i] + "'";
+    const TypeAndShape found = Described(outputs[i], name);
+    if (found.shape == shape) continue;
+    Invalid(name + " is of shape " + Shown(shape) + ", but a tensor of shape " + Shown(found.shape) +
+            " was given for it: with NULL, it is made");
+  }
 }
 
 void Step::CheckIndices(const std::vector<const OrtValue*>& given, const Sizes& sizes) const {

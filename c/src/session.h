@@ -39,6 +39,7 @@ class Step {
 
  private:
   Sizes Checked(const std::vector<const OrtValue*>& given) const;
+  void CheckOutputs(const std::vector<OrtValue*>& outputs, const Sizes& sizes) const;
   void CheckIndices(const std::vector<const OrtValue*>& given, const Sizes& sizes) const;
   std::vector<Tensor> Drawn(const Sizes& sizes, MersenneTwister& random) const;
 

@@ -309,6 +309,12 @@ void SaysWhatIsWrong(const Ort::Env& env, const Case& given, const Case& other) 
   std::swap(batch.tensors[0], batch.tensors[2]);
   ExpectError([&] { session.TrainStep(batch.tensors); }, "input 'image'");
   std::swap(batch.tensors[0], batch.tensors[2]);
+  const int64_t shape[] = {3, 10};
+  const auto logits = Ort::Value::CreateTensor(Ort::CheckpointState::Allocator(), shape, 2, ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT);
+  const std::vector<const OrtValue*> inputs(batch.tensors.begin(), batch.tensors.end());
+  OrtValue* outputs[] = {nullptr, logits};
+  const auto train = Ort::GetTrainingApi().TrainStep;
+  ExpectError([&] { Ort::ThrowOnError(train(session, nullptr, inputs.size(), inputs.data(), 2, outputs)); }, "[17, 10]");
   batch.tensors.pop_back();
   ExpectError([&] { session.TrainStep(batch.tensors); }, "2 inputs were given");
   Batch longer(given.Inputs(0));
@@ -319,6 +325,10 @@ void SaysWhatIsWrong(const Ort::Env& env, const Case& given, const Case& other) 
   Expect(Contents(before) == Contents(after), "a refused step has changed something");
 
   ExpectError([&] { Ort::CheckpointState::LoadCheckpoint("nothing"); }, "there is no checkpoint 'nothing'");
+  ExpectError([&] { Ort::CheckpointState::LoadCheckpoint(given.path("").string()); }, "there is no checkpoint");  // a folder
+  ExpectError([&] { Ort::CheckpointState::LoadCheckpointFromBuffer({}); }, "is damaged");
+  ExpectError([&] { session.TrainStep({}); }, "0 inputs were given");
+  ExpectError([&] { session.ExportModelForInferencing(after, {}); }, "needs outputs, each once");
   ExpectError([&] { Ort::CheckpointState::SaveCheckpoint(state, "no/folder/x", true); }, "can't be written");
   ExpectError([&] { session->ExportModelForInferencing(after, {"nothing"}); }, "any value of its graph");
   const Ort::SessionOptions options;
@@ -328,6 +338,7 @@ void SaysWhatIsWrong(const Ort::Env& env, const Case& given, const Case& other) 
   ExpectError([&] { Ort::TrainingSession(env, options, state, given.path("eval_model.onnx").string()); },
               "this is the evaluation model");
   ExpectError([&] { Ort::TrainingSession(env, options, state, given.path("plan.json").string()); }, "the training model");
+  ExpectError([&] { Ort::TrainingSession(env, options, state, std::vector<uint8_t>()); }, "the training model");
   Ort::TrainingSession alone(env, options, state, training);
   ExpectError([&] { alone.EvalStep(batch.tensors); }, "evaluation model");
   ExpectError([&] { alone.OptimizerStep(); }, "there is no optimizer");

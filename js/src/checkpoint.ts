@@ -75,6 +75,7 @@ export class Checkpoint {
    * @param includeOptimizerState Whether to write what is needed to continue, or the weights alone.
    */
   toBytes(includeOptimizerState = false): Promise<Uint8Array> {
+    const properties = new Map(this.properties); // before those that are set while steps are waited for
     return this.exclusively(async () => {
       const groups = new Map<string, Map<string, Tensor>>([
         ["parameters", this.parameters],
@@ -92,7 +93,7 @@ export class Checkpoint {
         const bytes = new Uint8Array(this.random.state.buffer);
         tensors.set("random:state", { code: "U32", shape: [this.random.state.length], bytes });
       }
-      const said = new Map(this.said).set("order", order);
+      const said = new Map(this.said).set("order", order).set("properties", properties);
       said.set("has_optimizer", includeOptimizerState && this.optimizer !== null);
       if (!includeOptimizerState) said.set("optimization_step", 0).set("micro_batches", 0);
       else if (this.reset) said.set("micro_batches", 0);

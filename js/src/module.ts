@@ -87,10 +87,12 @@ export class Module {
     });
   }
 
-  /** Frees the engine's memory. */
-  async release(): Promise<void> {
-    await this.training.session.release();
-    await this.evaluation?.session.release();
+  /** Frees the engine's memory, after the steps before. */
+  release(): Promise<void> {
+    return this.state.exclusively(async () => {
+      await this.training.session.release();
+      await this.evaluation?.session.release();
+    });
   }
 
   private get evaluating(): Step {
@@ -133,7 +135,7 @@ export class Optimizer {
     const outputs: [string, string][] = Object.entries(model.weights).map(([name, [, output]]) => [output, state.known(name).type]);
     outputs.push(...slots.map(([, slot]): [string, string] => [slot.output, slot.dtype]));
     const session = await createSession(state, bytes, options, [...inputs, ...Object.values(model.gradients)], outputs);
-    state.optimizer = kept;
+    state.optimizer ??= kept; // another optimizer may have been made and used meanwhile
     return new Optimizer(state, model, session);
   }
 
@@ -175,9 +177,9 @@ export class Optimizer {
     return this.state.setLearningRate(rate);
   }
 
-  /** Frees the engine's memory. */
+  /** Frees the engine's memory, after the steps before. */
   release(): Promise<void> {
-    return this.session.release();
+    return this.state.exclusively(() => this.session.release());
   }
 }
 

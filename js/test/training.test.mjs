@@ -135,6 +135,39 @@ test("steps that overlap run one after the other", async () => {
   assert.deepEqual(await some.state.toBytes(true), await other.state.toBytes(true));
 });
 
+test("a release waits for the steps before it", async () => {
+  const { module, optimizer } = await load("net");
+  const batch = inputsOf(planOf("net").inputs[0]);
+  const steps = [module.trainStep(batch), optimizer.optimizerStep(), module.evalStep(batch)];
+  await Promise.all([...steps, module.release(), optimizer.release()]);
+});
+
+test("a file has the properties of the moment that it was asked for", async () => {
+  const { state } = await load("none");
+  const bytes = state.toBytes();
+  state.setProperty("epoch", 1);
+  assert.equal((await Checkpoint.load(ort, await bytes)).getProperty("epoch"), undefined);
+});
+
+test("an optimizer that is being made keeps what another one has changed", async () => {
+  let goOn;
+  const waits = [new Promise((resolve) => (goOn = resolve))];
+  const create = async (...given) => {
+    await waits.pop();
+    return ort.InferenceSession.create(...given);
+  };
+  const state = await Checkpoint.load({ Tensor: ort.Tensor, InferenceSession: { create } }, contents("none", "weights"));
+  const slow = Optimizer.create(state, contents("none", "optimizer_model.onnx"));
+  const module = await Module.create(state, contents("none", "training_model.onnx"));
+  const optimizer = await Optimizer.create(state, contents("none", "optimizer_model.onnx"));
+  await module.trainStep(inputsOf(planOf("none").inputs[0]));
+  await optimizer.optimizerStep();
+  const before = await state.toBytes(true);
+  goOn();
+  await slow;
+  assert.deepEqual(await state.toBytes(true), before);
+});
+
 test("what is wrong with a batch or a model is said, and nothing changes", async () => {
   const { state, module } = await load("net");
   const before = await state.toBytes(true);

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -14,11 +14,14 @@ from torch.nn import functional as F
 
 from ort_trainer.api import CheckpointState, Module, Optimizer, TrainingSession
 
+from ..helpers import Checks
 from .exported import NAMES, RATE, Exported
 
 __all__ = ["CHECKS", "PYTHON", "World", "checks", "close", "flat", "same_weights"]
 
 PYTHON = "onnxruntime.training.api."
+CHECKS = Checks()
+checks = CHECKS.register
 
 
 class World:
@@ -90,20 +93,6 @@ class World:
 
     def weights(self, model: torch.nn.Module | None = None) -> dict[str, Any]:
         return {name: p.detach().numpy() for name, p in (model or self.exported.model).named_parameters()}
-
-
-Check = Callable[[World], None]
-CHECKS: dict[str, Check] = {}
-"""Documented name -> check."""
-
-
-def checks(*names: str) -> Callable[[Check], Check]:
-    def register(check: Check) -> Check:
-        assert not set(names) & set(CHECKS)
-        CHECKS.update(dict.fromkeys(names, check))
-        return check
-
-    return register
 
 
 def close(found: Any, expected: Any) -> None:

@@ -7,7 +7,6 @@ import importlib
 import inspect
 import sys
 import warnings
-from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ..helpers import MLP, MLP_DESC, assert_same_state, assert_same_weights, mlp_batches, resolve
+from ..helpers import MLP, MLP_DESC, Checks, assert_same_state, assert_same_weights, mlp_batches, resolve
 from .effects import RATE, exported
 
 HERE = Path(__file__).parent
@@ -28,18 +27,8 @@ SIGNATURES = {
     line.partition("(")[0]: line.partition("(")[2][:-1]
     for line in (HERE / "documented_signatures.txt").read_text().splitlines()
 }
-Check = Callable[["World"], None]
-CHECKS: dict[str, Check] = {}
-"""Old name -> check."""
-
-
-def checks(*names: str) -> Callable[[Check], Check]:
-    def register(check: Check) -> Check:
-        assert not set(names) & set(CHECKS)
-        CHECKS.update(dict.fromkeys(names, check))
-        return check
-
-    return register
+CHECKS = Checks()
+checks = CHECKS.register
 
 
 def documented(name: str) -> inspect.Signature:

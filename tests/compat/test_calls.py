@@ -9,8 +9,8 @@ import pytest
 
 from ort_trainer import compat
 
-from ..helpers import resolve
-from .calls import BUILDER, C_SESSION, CHECKS, SIGNATURES, Check, World, documented
+from ..helpers import Check, resolve
+from .calls import BUILDER, C_SESSION, CHECKS, SIGNATURES, World, documented
 from .effects import OPTIONS, PROPERTIES
 from .test_effects import CLASS
 from .test_names import NAMES, ROWS, SESSION_ROWS

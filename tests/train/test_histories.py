@@ -16,21 +16,14 @@ import onnx
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    precondition,
-    rule,
-    run_state_machine_as_test,
-)
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from torch import nn
 
 from ort_trainer import ORTTrainer, optim
 
 from ..helpers import assert_close
+from ..histories import run_histories, run_many_histories
 
 SIZES = st.sampled_from([4, 5, 7, 10])
 PLACES = st.sampled_from(["fc1", "norm", "fc2"])
@@ -341,24 +334,10 @@ class History(RuleBasedStateMachine):
             assert_close(self.model.last, self.theirs.last, 1e-4, "what the model has left")
 
 
-def histories(count: int, actions: int, shrinks: bool) -> None:
-    """Runs random histories; one that fails is shrunk, which takes minutes, or the histories are the same each time."""
-    chosen = settings(
-        max_examples=count,
-        stateful_step_count=actions,
-        deadline=None,
-        database=None,
-        derandomize=not shrinks,
-        suppress_health_check=list(HealthCheck),
-        phases=(Phase.generate, *((Phase.shrink,) if shrinks else ())),
-    )
-    run_state_machine_as_test(History, settings=chosen)
-
-
 def test_histories() -> None:
-    histories(5, 12, shrinks=False)
+    run_histories(History)
 
 
 @pytest.mark.torture
 def test_many_histories() -> None:
-    histories(int(os.environ.get("HISTORIES", "200")), 30, shrinks=True)
+    run_many_histories(History)
