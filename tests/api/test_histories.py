@@ -386,6 +386,8 @@ def ours(request: pytest.FixtureRequest) -> Iterator[Language]:
             pytest.skip("libxxhash-dev, or the stock engine of `make setup-stock`, is not installed")
         made, target = Program(ROOT / "build" / "c" / "histories"), "build-c"
     else:
+        if subprocess.run(["make", "js/node_modules/.installed"], cwd=ROOT).returncode:
+            pytest.skip("npm can't install the packages of js/package-lock.json")
         lacks = ("nominal", "schedule", "train_into", "evaluate_into")
         made, target = Program("node", ROOT / "js" / "test" / "histories.mjs", lacks=lacks), "js/dist/index.js"
     subprocess.run(["make", target], cwd=ROOT, check=True)
