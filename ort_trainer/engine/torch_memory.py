@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from .ort import OrtValue
     from .runner import Output
 
-__all__ = ["TorchMemory", "as_taken", "freed_tensors", "readable", "shaped"]
+__all__ = ["TorchMemory", "as_taken", "freed_tensors", "in_order", "order_of", "readable", "shaped"]
 
 _NUMPY_TYPES: dict[torch.dtype, Any] = {
     torch.float64: np.float64,
@@ -121,6 +121,17 @@ def readable(name: str, value: torch.Tensor) -> torch.Tensor:
     if not has_memory or value.is_nested or value.is_quantized:
         raise TypeError(f"input {name!r} must be an ordinary tensor with values in memory, but it is {_kind(value)}")
     return value.resolve_conj().resolve_neg() if value.is_neg() or value.is_conj() else value
+
+
+def order_of(value: torch.Tensor) -> tuple[int, ...]:
+    """Returns the dimensions of a tensor from the largest stride to the smallest."""
+    strides = value.stride()
+    return tuple(sorted(range(value.dim()), key=lambda axis: (-strides[axis], axis)))
+
+
+def in_order(value: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
+    """Returns a tensor whose dimensions are in an order in memory, as :func:`order_of` returns it."""
+    return value.permute(*order).contiguous().permute(*map(order.index, range(len(order))))
 
 
 def freed_tensors(tensors: Iterable[tuple[str, torch.Tensor]]) -> list[str]:

@@ -17,15 +17,16 @@ from unittest import mock
 import torch
 
 from ..core.errors import ExportError
+from ..engine.torch_memory import order_of
 from ..export.nested import Layout, flatten, mapped, with_numbers_apart
 
 __all__ = [
     "Link",
     "as_before",
     "clone",
+    "layout_of",
     "links",
     "merged",
-    "order_of",
     "private",
     "refuse_shared_memory",
     "refuse_subclasses",
@@ -48,18 +49,17 @@ def merged(layouts: Sequence[Layout], leaves: dict[str, torch.Tensor]) -> tuple[
     return tuple(mapped(layout, with_names) for layout in layouts)
 
 
-def order_of(value: torch.Tensor) -> tuple[int, ...]:
+def layout_of(value: torch.Tensor) -> tuple[int, ...]:
     """Returns the order of a tensor's dimensions in memory if it fills its memory; otherwise its strides, which begin
     with -1 here."""
-    strides = value.stride()
-    order = sorted(range(value.dim()), key=lambda axis: (-strides[axis], axis))
+    strides, order = value.stride(), order_of(value)
     step = 1
     for axis in reversed(order):
         size = value.shape[axis]
         if size != 1 and strides[axis] != step:
             return (-1, *strides)
         step *= size
-    return tuple(order)
+    return order
 
 
 def clone(value: torch.Tensor) -> torch.Tensor:
@@ -96,7 +96,7 @@ def without_reading_memory(leaves: Mapping[str, torch.Tensor]) -> Iterator[None]
         ExportError: If so.
     """
     names = ["storage_offset"]
-    if any(not value.is_contiguous() and order_of(value)[:1] == (-1,) for value in leaves.values()):
+    if any(not value.is_contiguous() and layout_of(value)[:1] == (-1,) for value in leaves.values()):
         names += ["stride", "as_strided"]
     read: list[str] = []
 

@@ -38,9 +38,9 @@ from .arguments import (
     Link,
     as_before,
     clone,
+    layout_of,
     links,
     merged,
-    order_of,
     private,
     refuse_shared_memory,
     refuse_subclasses,
@@ -195,7 +195,7 @@ class CallGraphs:
         autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
         key: list[Any] = [variant, positional, named, with_grad, autocast]
         for value in leaves.values():
-            key += (value.shape, value.dtype, value.requires_grad, value.is_contiguous() or order_of(value))
+            key += (value.shape, value.dtype, value.requires_grad, value.is_contiguous() or layout_of(value))
         try:
             known = self._calls.get(tuple(key))
         except TypeError as error:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from ..core.errors import shown
-from ..engine.torch_memory import readable
+from ..engine.torch_memory import in_order, order_of, readable
 from ..export.nested import Layout, argument_of, default_layout, flatten
 from ..options import InputDescription, ModelDescription
 
@@ -28,15 +28,23 @@ class Batch(dict[str, torch.Tensor]):
 
     Attributes:
         layouts: Each argument that is not a single tensor, with its layout; graphs depend on them.
+        orders: Each input whose dimensions had another order in memory, with that order. PyTorch draws random numbers
+            like such an input in that order.
     """
 
     layouts: tuple[tuple[str, Layout], ...] = ()
+    orders: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
     def with_tensors(self, tensors: Mapping[str, torch.Tensor]) -> Batch:
-        """Returns a batch with these tensors and the same layouts."""
+        """Returns a batch with these tensors, and the same layouts and orders."""
         batch = Batch(tensors)
-        batch.layouts = self.layouts
+        batch.layouts, batch.orders = self.layouts, self.orders
         return batch
+
+    def as_given(self) -> Batch:
+        """Returns a batch of ordinary tensors, in memory as they were given."""
+        ordinary = {name: value.clone() if value.is_inference() else value for name, value in self.items()}
+        return self.with_tensors({**ordinary, **{name: in_order(ordinary[name], order) for name, order in self.orders}})
 
     def array(self, name: str) -> np.ndarray[Any, Any]:
         """Returns the values of an input."""
@@ -62,6 +70,7 @@ def read_batch(
     optional: Sequence[str] = (),
     arguments: Sequence[str] = (),
     constants: Collection[str] = (),
+    keeps_orders: bool = False,
 ) -> Batch:
     """Assigns the arguments of ``train_step`` or ``eval_step`` to the described inputs.
 
@@ -73,6 +82,7 @@ def read_batch(
         optional: Inputs that may be left out.
         arguments: The arguments in order; derived from ``names`` if empty.
         constants: Names of further arguments, which may be None, bools, numbers or strings.
+        keeps_orders: Whether graphs depend on the orders of dimensions in memory.
 
     Returns:
         Name -> contiguous, detached tensor, in the order of the description.
@@ -115,8 +125,13 @@ def read_batch(
     for name in names:
         if name in given:
             value = given[name]
-            plain = type(value) is torch.Tensor and value.layout is torch.strided
-            batch[name] = readable(name, value).detach().contiguous() if plain else to_tensor(name, value)
+            if type(value) is torch.Tensor and value.layout is torch.strided:
+                value = readable(name, value).detach()
+                if keeps_orders and not value.is_contiguous() and 0 not in value.stride():
+                    batch.orders += ((name, order_of(value)),)
+                batch[name] = value.contiguous()
+            else:
+                batch[name] = to_tensor(name, value)
     if arguments != names:
         for name in batch:
             argument = argument_of(name)

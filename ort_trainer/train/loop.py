@@ -101,7 +101,10 @@ class TrainingLoop:
         self.source, self.config, self.options = source, config, options
         self.device = device
         check_graph_paths(options.debug.graph_save_paths.to_dict())
-        self.graphs = StepGraphs(source, model_desc, device, options.tolerates, self._graph_built, self._rebound)
+        draws_as_pytorch = options.utils.random_numbers != "fast"
+        self.graphs = StepGraphs(
+            source, model_desc, device, options.tolerates, self._graph_built, self._rebound, draws_as_pytorch
+        )
         self.window = AccumulationWindow(options.batch.gradient_accumulation_steps, options.batch.gradient_reduction)
         self.precision = choose_precision(options.mixed_precision)
         self.rates = learning_rates(config, options.lr_scheduler)

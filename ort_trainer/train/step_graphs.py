@@ -40,6 +40,7 @@ class StepGraphs:
         tolerates: Called with a message if fixed sizes or ranks contradict a batch; True corrects them.
         built: Called with every new graph, after it was added to the executor.
         rebound: Called with the tensors that replaced others in the executor, by name.
+        keeps_orders: Whether training graphs depend on the order of inputs in memory, as PyTorch's random numbers do.
 
     Attributes:
         has_started: Whether training or evaluation has begun.
@@ -58,8 +59,9 @@ class StepGraphs:
         tolerates: Callable[[str], bool],
         built: Callable[[Executor, Step], None],
         rebound: Callable[[Mapping[str, torch.Tensor]], None],
+        keeps_orders: bool,
     ) -> None:
-        self._source = source
+        self._source, self._keeps_orders = source, keeps_orders
         self._device = device
         self._tolerates = tolerates
         self._built, self._rebound = built, rebound
@@ -115,7 +117,8 @@ class StepGraphs:
             self._describe(args, kwargs)
         try:
             names = self._input_names
-            batch = read_batch(names, args, kwargs, names if partly else (), self._arguments, self._source.inputs)
+            optional = names if partly else ()
+            batch = read_batch(names, args, kwargs, optional, self._arguments, self._source.inputs, self._keeps_orders)
             if self._parameters or self.loss_parameters:
                 self._add_parameters(batch)
             if partly and self._layouts:  # arguments that are left out keep their known layouts
@@ -257,12 +260,12 @@ class StepGraphs:
         Raises:
             ExportError: If the model can't be exported.
         """
-        return self._builder(batch).build(_without_inference(batch), True, self._output_names[:1], padded=True)
+        return self._builder(batch).build(batch.as_given(), True, self._output_names[:1], padded=True)
 
     def eager(self, executor: Executor, batch: Batch, scale: float, state: Any, shake: int | None = None) -> EagerStep:
         """Returns PyTorch's own results of a training step; see ``export/torch/eager.py``."""
         tensors = {**executor.parameters, **executor.buffers}
-        return self._builder(batch).eager(batch, tensors, scale, state, shake)
+        return self._builder(batch).eager(batch.as_given(), tensors, scale, state, shake)
 
     def check_export(self, executor: Executor, batch: Batch) -> None:
         """Compares the exported graph with the model: the option ``debug.check_model_export``.
@@ -307,7 +310,7 @@ class StepGraphs:
     def _guard(self, executor: Executor, batch: Batch, training: bool) -> None:
         """Makes the executor use the graphs and tensors of the model as it is now."""
         variant, changed = self._source.check(training)
-        executor.variants[training] = (variant, batch.layouts, *self._parameters)
+        executor.variants[training] = (variant, batch.layouts, training and batch.orders, *self._parameters)
         if changed:
             self._rebind(executor, changed)
 
@@ -437,7 +440,7 @@ class StepGraphs:
         branching: bool = False,
     ) -> Step:
         try:
-            step = self._builder(batch, portable).build(_without_inference(batch), training, names, branching=branching)
+            step = self._builder(batch, portable).build(batch.as_given(), training, names, branching=branching)
         except BaseException as error:
             refusal = self._refusal(batch) if isinstance(error, ExportError) else None
             self._narrow()
@@ -463,8 +466,3 @@ class StepGraphs:
                 f"{', '.join(earlier)}: {error}"
             )
         return None
-
-
-def _without_inference(batch: Batch) -> Batch:
-    """Returns a batch of ordinary tensors."""
-    return batch.with_tensors({name: value.clone() if value.is_inference() else value for name, value in batch.items()})

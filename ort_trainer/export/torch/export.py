@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...core.errors import ExportError
+from ...engine.torch_memory import in_order, order_of
 from ...step import Step
 from ..cache import Export, ExportCache, violated
 from .borrow import borrowed, quiet
@@ -340,4 +341,7 @@ class _Exporter:
 
 def _enlarge(shape: Sequence[int | str], value: torch.Tensor, symbols: Collection[str]) -> torch.Tensor:
     repeats = [_STAND_IN_SIZE if size in symbols else 1 for size in shape]
-    return value.repeat(repeats) if any(count > 1 for count in repeats) else value
+    if not any(count > 1 for count in repeats):
+        return value
+    larger = value.repeat(repeats)
+    return larger if value.is_contiguous() else in_order(larger, order_of(value))
