@@ -141,7 +141,9 @@ def describe(
 
     # forward() may do anything to Python objects; its side effects stay in the child.
     def found() -> list[tuple[str, list[str], bool]]:
-        outputs = dict(_outputs(model, loss_fn, batch, layouts, labels, parameters))
+        outputs: dict[str, torch.Tensor] = {}
+        for name, value in _outputs(model, loss_fn, batch, layouts, labels, parameters):
+            outputs[_unused(name, outputs)] = value  # {"a_b": x, "a": {"b": y}}
         return _described(outputs, batch, unset_labels(model, [*map(argument_of, batch)]))
 
     answer = run_in_child(lambda: json.dumps(found()).encode()) if can_isolate() else None
@@ -164,7 +166,7 @@ def _described(
     return described
 
 
-def _unused(name: str, taken: list[str]) -> str:
+def _unused(name: str, taken: Collection[str]) -> str:
     while name in taken:
         name += "_"
     return name
