@@ -193,7 +193,7 @@ def compare(recipe: Recipe, text: str | None = None, report: Any = None) -> dict
         if report is not None:
             report(way)
         floor = _FLOOR[recipe.dtype]
-        if recipe.dtype == "float64" and ("onnxruntime" in way or "clip" in dict(recipe.options)):
+        if recipe.dtype == "float64" and ("onnxruntime" in way or {"clip", "clip_of_config"} & {*dict(recipe.options)}):
             floor = _FLOOR_OF_DOUBLES
         outcomes[way] = _outcome(way, text, reference, floor)
     return outcomes

@@ -58,9 +58,9 @@ INPUTS: dict[str, tuple[str, str]] = {
     "pair": ("(x, x * 2)", "x = x[0] if x[0].dtype == torch.long else x[0] + x[1]"),
     "list": ("[x, x.double()]", "x = x[0]"),
     "dict": ("{'a': x, 'b': x + 1}", "x = x['a']"),
-    "keys with dots": ("{'a.b': x * 0, 'a': {'b': x}}", "x = x['a']['b']"),
+    "keys with dots": ("{'a': {'b': x}, 'a.b': x * 0}", "x = x['a']['b']"),
     "nested": ("({'x': [x]}, None, 0.5, (x,))", "x = x[0]['x'][0]"),
-    "keys that are numbers": ("{0: x * 0, '0': x}", "x = x['0']"),
+    "keys that are numbers": ("{'0': x, 0: x * 0}", "x = x['0']"),
     "array": ("x.numpy()", "x = torch.as_tensor(x)"),
 }
 # Name -> the labels, an expression of a batch's y, what the loss takes, and what it reads.

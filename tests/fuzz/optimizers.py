@@ -67,7 +67,7 @@ OPTIMIZERS: dict[str, tuple[str, str]] = {
     "maximize": ("torch.optim.SGD(model.parameters(), lr=0.01, maximize=True)", _ITSELF),
 }
 
-_WARM = "torch.optim.lr_scheduler.LambdaLR(o, lambda n: n / 2 if n < 2 else max(0.0, (6 - n) / 4))"
+_WARM = "torch.optim.lr_scheduler.LambdaLR(o, lambda n: n / 2 if n < 2 else max(0.0, (8 - n) / 6))"
 
 
 def _function(text: str) -> tuple[str, str]:
@@ -84,7 +84,7 @@ SCHEDULES: dict[str, tuple[str, str]] = {
     "inverse": _function("lambda n: 1 / (n + 1)"),
     "halved": _function("lambda n: 0.5 ** n"),
     "warm-up": _function("lambda n: min(1.0, (n + 1) / 3)"),
-    "linear": (_WARM, "optim.LinearWarmupLRScheduler(total_steps=6, warmup=0.34)"),
+    "linear": (_WARM, "optim.LinearWarmupLRScheduler(total_steps=8, warmup=0.25)"),
     "step": _of_torch("StepLR({}, 2, 0.5)"),
     "exponential": _of_torch("ExponentialLR({}, 0.7)"),
     "cosine": _of_torch("CosineAnnealingLR({}, 4)"),
