@@ -91,10 +91,10 @@ ARGUMENTS = (
     ("condition_0", "weight_grad", "target"),
     ("batch", "step", "names"),
     ("args", "training", "kwargs"),
-    ("model", "loss_fn", "names"),
+    ("model", "module", "names"),
     ("sequence", "x_0", "x_"),
     ("lr", "learning_rate", "gradient_weight"),
-    ("größe", "_", "__y"),
+    ("größe", "_", "_y"),
 )
 # Names of attributes of the model.
 ROOTS = (

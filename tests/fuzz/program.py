@@ -306,7 +306,10 @@ class _Parts:
                     continue
                 if recipe.tied and "head" in CHANGES[what]:
                     continue
+                # A parameter that is frozen by its name stays so, and a trainer may have random numbers of its own.
                 if what == "thaw the first" and options.get("frozen", ("", False))[1]:
+                    continue
+                if what == "draw" and "random_numbers" in options:
                     continue
                 changes.setdefault(step, []).append(CHANGES[what])
             elif what in written:
