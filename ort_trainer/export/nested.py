@@ -70,7 +70,8 @@ def flatten(name: str, value: Any, leaves: dict[str, Any], objects: bool = False
             "torch.nn.utils.rnn.pack_padded_sequence in forward()"
         )
     if isinstance(value, Mapping):
-        parts = tuple((key, flatten(f"{name}.{key}", entry, leaves, objects)) for key, entry in value.items())
+        named = zip(_part_names(name, value), value.items(), strict=True)
+        parts = tuple((key, flatten(part, entry, leaves, objects)) for part, (key, entry) in named)
         return ("mapping", type(value), parts) if objects and type(value) is not dict else ("dict", parts)
     if isinstance(value, (tuple, list)):
         kind = type(value) if hasattr(value, "_fields") else "list" if isinstance(value, list) else "tuple"
@@ -83,13 +84,32 @@ def flatten(name: str, value: Any, leaves: dict[str, Any], objects: bool = False
     return ("tensor", name)
 
 
+def _part_names(name: str, keys: Collection[Any]) -> list[str]:
+    """Returns the names of the parts of an argument; no two parts, and no parts of these, have the same.
+
+    Args:
+        name: Name of the argument.
+        keys: The keys of the parts, or the names of attributes.
+    """
+    if len({*map(type, keys)}) < 2 and not any("." in key for key in keys if type(key) is str):
+        return [f"{name}.{key}" for key in keys]
+    texts: list[str] = []
+    for key in keys:  # of {0: x, "0": y}, or of {"a": {"b": x}, "a.b": y}
+        text = str(key)
+        while any(f"{other}.".startswith(f"{text}.") or text.startswith(f"{other}.") for other in texts):
+            text = f"{text.replace('.', '_')}_"
+        texts.append(text)
+    return [f"{name}.{text}" for text in texts]
+
+
 def _flatten_object(name: str, value: Any, leaves: dict[str, Any]) -> Layout:
     """Splits an object, such as a dataclass or a cache of keys and values, if an attribute of it holds a tensor."""
     held: dict[str, Any] = {}
     attributes = getattr(value, "__dict__", None)
     deep = name.count(".") > _DEEPEST  # perhaps a circle
     if isinstance(attributes, dict) and not deep and not isinstance(value, (type, torch.nn.Module)):
-        parts = tuple((key, flatten(f"{name}.{key}", entry, held, True)) for key, entry in attributes.items())
+        named = zip(_part_names(name, attributes), attributes.items(), strict=True)
+        parts = tuple((key, flatten(part, entry, held, True)) for part, (key, entry) in named)
         if held:
             leaves.update(held)
             return ("object", type(value), parts)
@@ -172,8 +192,8 @@ def with_numbers_apart(
     if kind in ("tensor", "number"):
         return layout
     if kind in ("dict", "mapping", "object"):
-        named = ((key, with_numbers_apart(part, f"{name}.{key}", numbers, wanted)) for key, part in parts)
-        return (*layout[:-1], tuple(named))
+        named = zip(_part_names(name, [key for key, _ in parts]), parts, strict=True)
+        return (*layout[:-1], tuple((key, with_numbers_apart(part, at, numbers, wanted)) for at, (key, part) in named))
     inner = (with_numbers_apart(part, f"{name}.{at}", numbers, wanted) for at, part in enumerate(parts))
     return (*layout[:-1], tuple(inner))
 
@@ -241,5 +261,6 @@ def constants_of(layout: Layout, name: str) -> dict[str, Any]:
         return {name: rest[1]}
     if kind == "tensor":
         return {}
-    parts = rest[0] if kind == "dict" else enumerate(rest[0])
-    return {key: value for index, part in parts for key, value in constants_of(part, f"{name}.{index}").items()}
+    keys, parts = zip(*(rest[0] if kind == "dict" else enumerate(rest[0])), strict=True) if rest[0] else ((), ())
+    named = zip(_part_names(name, keys), parts, strict=True)
+    return {key: value for at, part in named for key, value in constants_of(part, at).items()}

@@ -286,7 +286,7 @@ class StepGraphs:
 
     def _set_description(self, description: ModelDescription, parameters: Sequence[str] | None = None) -> None:
         # This checks the description; which arguments of a loss are its parameters is known from the first batch on.
-        self._source.builder(description, parameters=parameters)
+        self._source.builder(description, tuple(self._layouts.items()), parameters)
         self._description, self._input_names = description, tuple(description.input_names)
         self._output_names = tuple(description.output_names)
         self._arguments = self._arguments or tuple(dict.fromkeys(map(argument_of, self._input_names)))
@@ -295,16 +295,22 @@ class StepGraphs:
     def _describe(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Derives the description from the first batch."""
         self._description, self._input_names, self._arguments, self._output_names = None, (), (), ()
-        given = self._source.name_inputs(*unpack(args, kwargs), self.loss_parameters)
+        args, kwargs = unpack(args, kwargs)
+        given = self._source.name_inputs(args, kwargs, self.loss_parameters)
         leaves: dict[str, Any] = {}
         layouts = {argument: flatten(argument, value, leaves) for argument, value in given.items()}
         batch = {name: to_tensor(name, value) for name, value in leaves.items()}
+        self._layouts = {name: layout for name, layout in layouts.items() if layout[0] != "tensor"}
         parameters = Batch()
         self._add_parameters(parameters)
         self._set_description(self._source.describe(batch, layouts, parameters), tuple(parameters))
-        # Positional arguments keep the order of the first batch, with the labels last.
-        in_order = iter(self._arguments)
-        self._arguments = tuple(next(in_order) if argument in self._arguments else argument for argument in given)
+        # Positional arguments keep the order of the first batch; of those given by name, the labels are last.
+        order: tuple[str, ...] = self._arguments
+        first = [*given][: len(args)]
+        named = iter([argument for argument in order if argument not in first])
+        self._arguments = tuple(
+            next(named) if argument in order and argument not in first else argument for argument in given
+        )
         _log.info("derived from the first batch: %s", self._description)
 
     def _guard(self, executor: Executor, batch: Batch, training: bool) -> None:

@@ -12,7 +12,7 @@ CHANGES: dict[str, str] = {
     "shrink in place": "with torch.no_grad(): [p.mul_(0.9) for p in model.parameters()]",
     "another memory": "model.head.weight.data = model.head.weight.data * 0.9",
     "load": "model.load_state_dict({n: t * 0.9 for n, t in model.state_dict().items() if t.dim()}, strict=False)",
-    "evaluate": "model.eval(); model(*batch(step)) if IN_FORWARD else model(*batch(step)[:-1]); model.train()",
+    "evaluate": "model.eval(); model(*inputs(step), **extra(step)); model.train()",
     "hook on the head": "model.head.register_forward_hook(lambda m, x, y: y * 1.5)",
     "hook before the head": "model.head.register_forward_pre_hook(lambda m, x: (x[0] * 0.5,))",
     "evaluation mode of children": "[m.eval() for m in model.children()]",

@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
+from .faces import ROOTS, TAGS
+
 __all__ = ["LAYERS", "Layer", "Shape", "Written", "write"]
 
 
@@ -29,7 +31,7 @@ class Layer:
 
     The templates may contain ``{n}`` (a unique name), ``{w}`` (the width), ``{v}`` (a new width), ``{s}`` (the side),
     ``{f}`` (a number between 0 and 1), ``{k}`` (1, 2 or 3), ``{i}`` (an index below the width), ``{half}`` (half of the
-    width) and ``{act}`` (a function).
+    width), ``{act}`` (a function), ``{root}`` (a name in the model), and ``{tag}`` and ``{other}`` (any two names).
 
     Attributes:
         kinds: The kinds of shapes that it takes.
@@ -459,6 +461,46 @@ LAYERS: dict[str, Layer] = {
         "self.{n} = nn.Linear({w}, {w}); self.{n}.register_forward_hook(lambda m, x, y: y * {f})",
         "h = self.{n}(h)",
     ),
+    # Names.
+    "parameters of any name": Layer(
+        "vs",
+        "self.{n} = nn.ParameterDict({{{tag!r}: torch.ones({w}), {other!r}: torch.full(({w},), 0.5)}})",
+        "h = h * self.{n}[{tag!r}] + self.{n}[{other!r}]",
+    ),
+    "modules of any name": Layer(
+        "vs",
+        "self.{n} = nn.ModuleDict({{{tag!r}: nn.Linear({w}, {w}), {other!r}: Scaled({w})}})",
+        "h = self.{n}[{other!r}](self.{n}[{tag!r}](h))",
+        before=_SCALED,
+    ),
+    "buffers of any name": Layer(
+        "vs",
+        "self.{n} = nn.Module(); self.{n}.register_buffer({tag!r}, torch.zeros({w})); "
+        "self.{n}.register_parameter({other!r}, nn.Parameter(torch.ones({w})))",
+        "b = getattr(self.{n}, {tag!r}); b.add_(h.detach().flatten(0, -2).mean(0)); "
+        "h = h * getattr(self.{n}, {other!r}) + b",
+    ),
+    "parameter of the model": Layer(
+        "vs", "setattr(self, {root!r}, nn.Parameter(torch.full(({w},), {f})))", "h = h * getattr(self, {root!r})"
+    ),
+    "parameters in a list of the model": Layer(
+        "vs",
+        "setattr(self, {root!r}, nn.ParameterList([torch.ones({w}), torch.full(({w},), {f})]))",
+        "h = h * getattr(self, {root!r})[0] + getattr(self, {root!r})[1]",
+    ),
+    "dots and underscores": Layer(
+        "vs",
+        "self.{n} = nn.Module(); self.{n}.a = nn.Linear({w}, {w}); self.{n}.a_weight = nn.Parameter(torch.ones({w})); "
+        "self.{n}_a = nn.Linear({w}, {w}); self.{n}_a_weight = nn.Parameter(torch.ones({w}))",
+        "h = self.{n}_a(self.{n}.a(h) * self.{n}.a_weight) * self.{n}_a_weight",
+    ),
+    "stack of layers": Layer(
+        "s",
+        "self.{n} = nn.ModuleList([nn.TransformerEncoderLayer({w}, 2, 4, 0.1, 'gelu', batch_first=True) "
+        "for _ in range(2)])",
+        "for layer in self.{n}: h = layer(h)",
+    ),
+    "gelu": Layer("vs", "self.{n} = nn.Linear({w}, {w})", "h = F.gelu(self.{n}(h), approximate='tanh')"),
     "hook before": Layer(
         "vs",
         "self.{n} = nn.Linear({w}, {w}); self.{n}.register_forward_pre_hook(lambda m, x: (x[0] + {f},))",
@@ -488,7 +530,9 @@ def write(kind: str, seed: int, name: str, shape: Shape) -> Written | None:
         "i": draw.randrange(shape.width),
         "half": shape.width // 2,
         "act": draw.choice(_ACTIVATIONS),
+        "root": draw.choice(ROOTS),
     }
+    fill["tag"], fill["other"] = draw.sample(TAGS, 2)
     if shape.kind not in layer.kinds or not eval(layer.needs, {}, fill):
         return None
     width, side = eval(layer.width, {}, fill), eval(layer.side, {}, fill)

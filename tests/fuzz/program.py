@@ -10,9 +10,10 @@ from typing import Any
 
 from ..export.torch.outside.programs import HEAD, Place, place
 from .changes import CHANGES, OF_A_LAYER
+from .faces import CONSTANTS, INPUTS, LABELS, OUTPUTS, RETURNED
 from .layers import Shape, write
-from .losses import LOSSES
-from .optimizers import OPTIMIZERS
+from .losses import LOSSES, Loss
+from .optimizers import OPTIMIZERS, SCHEDULES
 from .recipe import Recipe
 
 __all__ = ["run", "source", "uses_layers"]
@@ -40,9 +41,38 @@ _BAD = {
     "dimension": "x = x[0, 0]",
 }
 
+# How GradScaler and the trainer scale losses in float16: scale, and steps until it doubles.
+_SCALERS = {
+    "": ((2.0**16, 2000), "None"),
+    "constant": ((512.0, 2000), "LossScaler(512.0)"),
+    "growing": ((2.0**12, 1), "DynamicLossScaler(loss_scale=2.0**12, up_scale_window=1)"),
+    "overflow": ((2.0**30, 2), "DynamicLossScaler(loss_scale=2.0**30, up_scale_window=2, max_loss_scale=2.0**40)"),
+}
+_FROZEN = {
+    "": "[]",
+    "first": "[n for n, _ in model.named_parameters()][:1]",
+    "head": "['head.weight']",
+    "all but the head": "[n for n, _ in model.named_parameters() if not n.startswith('head')]",
+}
+# Options of the trainer with the values of the recipe.
+_PATHS = {
+    "clip": "utils.max_grad_norm",
+    "clip_value": "utils.max_grad_value",
+    "share_weights": "utils.share_weights",
+    "accumulation": "batch.gradient_accumulation_steps",
+    "reduction": "batch.gradient_reduction",
+    "random_numbers": "utils.random_numbers",
+    "verify_every": "debug.verify_every",
+    "deterministic": "debug.deterministic_compute",
+    "max_nonfinite": "debug.max_nonfinite_losses",
+    "check_export": "debug.check_model_export",
+    "check_indices": "debug.check_indices",
+}
+
 _PROGRAM = """{head}
 import torch.utils.checkpoint
 from ort_trainer import optim
+from ort_trainer.amp import DynamicLossScaler, LossScaler
 {before}
 DTYPE, CLASSES = torch.{dtype}, {classes}
 class Net(nn.Module):
@@ -51,9 +81,12 @@ class Net(nn.Module):
 {init}
     def forward(self, {arguments}):
 {forward}
+score = {score}
 loss_fn = {loss}
 torch.manual_seed({seed})
 model = Net().to(DTYPE)
+FROZEN, BY_NAME = {frozen}, {by_name}
+for name in [] if BY_NAME else FROZEN: model.get_parameter(name).requires_grad_(False)
 SIZES = {sizes}
 def batch(step):
     size, length = SIZES[step]
@@ -62,6 +95,15 @@ def batch(step):
     shape = {shape}
     {reshaped}
     return x, {mask}{label}
+def face(x, *rest):
+    *mask, y = rest
+    return {face}
+def extra(step):
+    return {extra}
+def parameters(step):
+    return {parameters}
+def inputs(step):
+    return face(*batch(step))[: None if IN_FORWARD else -LABELS]
 def bad(step):
     x, *mask, y = batch(step)
     {bad}
@@ -74,14 +116,22 @@ def optimizer():
     return OPTIMIZER
 def config():
     return {config}
+def schedule(o):
+    return {schedule}
+def own_schedule():
+    return {own_schedule}
 def change(step):
 {change}
 def state():
     return [{state}]
-IN_FORWARD, AUTOCAST, EVALUATED, BETWEEN = {in_forward}, {autocast}, {evaluated}, {between!r}
-ACCUMULATION, DIVISOR, CLIP, CLIP_VALUE = {accumulation}, {divisor}, {clip}, {clip_value}
-schedule = {schedule}
-OPTIONS = {options}
+NAMES, LABELS, KEYWORDS, IN_FORWARD = {names}, {labels}, {keywords}, {in_forward}
+AUTOCAST, SCALER, EVALUATED, BETWEEN, FETCHES, SEED = {autocast}, {scaler}, {evaluated}, {between!r}, {fetches}, {own}
+# New sizes of windows, steps that end with an update, factors of the losses, and the trainer's weights.
+WINDOWS, UPDATES, FACTORS, WEIGHTS = {windows}
+CLIP, CLIP_VALUE, FLUSHED = {clip}, {clip_value}, {flushed}
+OPTIONS, ONNX = {options}, {onnx}
+def own_scaler():
+    return {own_scaler}
 """
 
 
@@ -91,84 +141,103 @@ def source(recipe: Recipe) -> str:
     loss, options = LOSSES[recipe.loss], dict(recipe.options)
     if options.get("bad") == "label" and not loss.label.startswith("torch.randint(shape[-1]"):
         del options["bad"]  # any number is a valid label
-    function = loss.function
-    if loss.flat and parts.shape.kind == "s":
-        function = f"lambda p, y, f={function}: f(p.flatten(0, 1), y.flatten(0, 1))"
     shape = (
         f"(size, length, {parts.classes})"
         if parts.shape.kind == "s" and recipe.data in ("sequences", "tokens")
         else (f"(size, {parts.length}, {parts.classes})" if parts.shape.kind == "s" else f"(size, {parts.classes})")
     )
     optimizer, config = OPTIMIZERS[recipe.optimizer]
-    schedule = options.get("schedule")
+    clip = options.get("clip")
+    if "clip_of_config" in options and clip is None and config.startswith("optim.AdamWConfig("):
+        clip = options["clip_of_config"]
+        config = f"{config[:-1]}, max_norm_clip={clip})"
+    schedule, own_schedule = SCHEDULES[options.get("schedule", "")]
+    if own_schedule.startswith("torch.") and "Config" in config:
+        schedule, own_schedule = SCHEDULES[""]
+    half = recipe.dtype == "autocast16"
+    scaler, own_scaler = _SCALERS[options.get("scaler", "") if half else ""]
+    x = {
+        "vectors": "torch.randn(size, 6, generator=g, dtype=dtype)",
+        "sequences": "torch.randn(size, length, 4, generator=g, dtype=dtype)",
+        "tokens": f"torch.randint({_TOKENS}, (size, length), generator=g)",
+        "images": f"torch.randn(size, 2, {_SIDE}, {_SIDE}, generator=g, dtype=dtype)",
+    }[recipe.data]
     return _PROGRAM.format(
         head=HEAD.strip(),
         before="\n".join(dict.fromkeys(filter(None, parts.before))),
-        dtype={"autocast": "float32"}.get(recipe.dtype, recipe.dtype),
-        autocast=recipe.dtype == "autocast",
+        dtype="float32" if recipe.dtype.startswith("autocast") else recipe.dtype,
+        autocast={"autocast": "torch.bfloat16", "autocast16": "torch.float16"}.get(recipe.dtype),
+        scaler=scaler if half else None,
+        own_scaler=own_scaler,
         evaluated="evaluated" in options,
         between=options.get("between"),
+        fetches="fetches" in options,
+        own=recipe.seed if "random_numbers" in options else None,
         reshaped=_STRIDES if "strides" in options and recipe.data != "tokens" else "pass",
         mask="torch.rand(x.shape[:2], generator=g) > 0.3, " if "mask" in options else "",
+        face=f"{INPUTS[options.get('inputs', '')][0]}, *mask, {LABELS[options.get('labels', '')][0]}",
+        extra=f"{{'scale': {CONSTANTS[options['constant']][0]}}}" if "constant" in options else "{}",
+        parameters="{'beta': 0.5 ** step}" if "parameter" in options else "{}",
         bad=_BAD[options.get("bad", "")],
         bad_step=len(recipe.sizes) // 2 if "bad" in options else None,
         classes=parts.classes,
         init=_indented(parts.init, 8),
-        arguments=", ".join(["x", *["mask"] * ("mask" in options), *["y"] * ("in_forward" in options)]),
+        arguments=", ".join(parts.arguments),
         forward=_indented(parts.forward, 8),
-        loss=function,
+        score=parts.score,
+        loss=parts.loss,
         seed=recipe.seed,
+        frozen=_FROZEN[options.get("frozen", ("", False))[0]],
+        by_name=options.get("frozen", ("", False))[1],
         sizes=list(recipe.sizes),
-        x={
-            "vectors": "torch.randn(size, 6, generator=g, dtype=dtype)",
-            "sequences": "torch.randn(size, length, 4, generator=g, dtype=dtype)",
-            "tokens": f"torch.randint({_TOKENS}, (size, length), generator=g)",
-            "images": f"torch.randn(size, 2, {_SIDE}, {_SIDE}, generator=g, dtype=dtype)",
-        }[recipe.data],
+        x=x,
         shape=shape,
         label=loss.label,
         optimizer=optimizer,
         config=config,
+        schedule=schedule,
+        own_schedule=own_schedule,
         change=_indented(parts.change, 4),
         state=", ".join(parts.state),
+        names=tuple(parts.names),
+        labels=parts.labels,
+        keywords="keywords" in options,
         in_forward="in_forward" in options,
-        accumulation=options.get("accumulation", 1),
-        divisor=1 if "reduction" in options else options.get("accumulation", 1),
-        clip=options.get("clip"),
+        windows=_windows(options, len(recipe.sizes)),
+        clip=clip,
         clip_value=options.get("clip_value"),
-        schedule=schedule,
-        options=_options(options, recipe.dtype == "autocast"),
+        flushed="flushed" in options,
+        options=_options(options, recipe.dtype, clip),
+        onnx=dict([options["onnx"]] if "onnx" in options else []),
     )
 
 
-def _options(options: dict[str, Any], mixed: bool) -> dict[str, Any]:
-    """Returns the trainer's options but for kernels and schedule."""
-    utils: dict[str, Any] = {"random_numbers": "pytorch_global", "grad_norm_clip": "clip" in options}
-    debug: dict[str, Any] = {}
-    if "clip" in options:
-        utils["max_grad_norm"] = options["clip"]
-    if "clip_value" in options:
-        utils["max_grad_value"] = options["clip_value"]
-    if "share_weights" in options:
-        utils["share_weights"] = False
+def _windows(options: dict[str, Any], count: int) -> tuple[Any, ...]:
+    """Returns what becomes of the steps: new sizes of windows, those with an update, factors of the losses, weights."""
+    size, reduction = options.get("accumulation", 1), options.get("reduction", "mean")
+    later, updates = options.get("later", size), []
+    weights = [1 + 7 * step % 5 if reduction == "weighted" else 1 for step in range(count)]
+    factors: list[float] = []
+    sizes = {size: later} if later != size else {}
+    while len(factors) < count:
+        window = weights[len(factors) : len(factors) + size]
+        factors += [1.0 if reduction == "sum" else weight / sum(window) for weight in window]
+        if len(window) == size or "flushed" in options:
+            updates.append(len(factors) - 1)
+        size = later
+    return sizes, updates, factors, weights if reduction == "weighted" else []
+
+
+def _options(options: dict[str, Any], dtype: str, clip: float | None) -> dict[str, Any]:
+    """Returns the trainer's options, by their paths, but for kernels, schedule and loss scaler."""
+    found = {"utils.random_numbers": "pytorch_global", "utils.grad_norm_clip": clip is not None}
+    found.update((path, options[name]) for name, path in _PATHS.items() if name in options)
     if "recompute" in options:
-        utils["memory_efficient_gradient"] = True
-    for name, key in (
-        ("verify_every", "verify_every"),
-        ("deterministic", "deterministic_compute"),
-        ("max_nonfinite", "max_nonfinite_losses"),
-    ):
-        if name in options:
-            debug[key] = options[name]
-    return {
-        "batch": {
-            "gradient_accumulation_steps": options.get("accumulation", 1),
-            "gradient_reduction": options.get("reduction", "mean"),
-        },
-        "utils": utils,
-        "debug": debug,
-        **({"mixed_precision": {"enabled": True, "dtype": "bfloat16"}} if mixed else {}),
-    }
+        found[options["recompute"]] = True
+    if dtype.startswith("autocast"):
+        found["mixed_precision.enabled"] = True
+        found["mixed_precision.dtype"] = "bfloat16" if dtype == "autocast" else "float16"
+    return found
 
 
 class _Parts:
@@ -184,6 +253,7 @@ class _Parts:
         self.forward: list[str] = []
         self.state: list[str] = []
         self.kinds: list[str] = []
+        options = dict(recipe.options)
         self.shape = {
             "vectors": Shape("v", 6),
             "images": Shape("i", 2, _SIDE),
@@ -192,14 +262,17 @@ class _Parts:
         self.classes = _TOKENS if recipe.tied else _CLASSES
         changes: dict[int, list[str]] = {}
         self._globals: set[str] = set()
+        self._add_arguments(options)
         forward = self.forward
         if recipe.data == "tokens":
             self.init.append("self.tokens = nn.Embedding(11, 4)")
             forward.append("h = self.tokens(x)")
         else:
             forward.append("h = x")
-        if "mask" in dict(recipe.options):
+        if "mask" in options:
             forward.append(_MASKED[recipe.data])
+        if "constant" in options:
+            forward.append(CONSTANTS[options["constant"]][1])
         written = {}
         for number, kind, seed in recipe.layers:
             layer = write(kind, seed, f"l{number}", self.shape)
@@ -226,12 +299,17 @@ class _Parts:
                 names |= own
         if places:
             self._add_places(places, changes)
-        self._add_head(recipe)
+        self._add_head(recipe, LOSSES[recipe.loss])
         for step, (what, *rest) in recipe.changes:
             if isinstance(what, str):
                 if what == "learning rate" and "Config" in OPTIMIZERS[recipe.optimizer][1]:
                     continue
                 if recipe.tied and "head" in CHANGES[what]:
+                    continue
+                # A parameter that is frozen by its name stays so, and a trainer may have random numbers of its own.
+                if what == "thaw the first" and options.get("frozen", ("", False))[1]:
+                    continue
+                if what == "draw" and "random_numbers" in options:
                     continue
                 changes.setdefault(step, []).append(CHANGES[what])
             elif what in written:
@@ -257,16 +335,46 @@ class _Parts:
                 changes.setdefault(1 + seed % 3, []).append(part.change)
             self.state.append(part.state)
 
-    def _add_head(self, recipe: Recipe) -> None:
+    def _add_arguments(self, options: dict[str, Any]) -> None:
+        self.names = ["x", *["mask"] * ("mask" in options), "y"]
+        if "names" in options:
+            of = dict(zip(("x", "mask", "y"), options["names"], strict=True))
+            self.names = [of[name] for name in self.names]
+            self.forward += [f"{name} = {other}" for name, other in of.items() if other in self.names[:-1]]
+            if "in_forward" in options:
+                self.forward.append(f"y = {of['y']}")
+        _, taken, _ = LABELS[options.get("labels", "")]
+        self.labels = len(taken.split(", *")[0].split(", "))
+        self.names += ["z"] * (self.labels - 1)
+        self.arguments = self.names if "in_forward" in options else self.names[: -self.labels]
+        beta = ["beta=1.0"] * ("parameter" in options and "in_forward" in options)
+        self.arguments += ["*", *["scale"] * ("constant" in options), *beta] if beta or "constant" in options else []
+        self.forward.append(INPUTS[options.get("inputs", "")][1])
+
+    def _add_head(self, recipe: Recipe, loss: Loss) -> None:
+        options = dict(recipe.options)
         if recipe.tied:
             self.init.append(f"self.head = nn.Linear({self.shape.width}, 4)")
             self.forward.append("h = F.linear(self.head(h), self.tokens.weight)")
         else:
             self.init.append(f"self.head = nn.Linear({self.shape.width}, {self.classes})")
             self.forward.append("h = self.head(h)")
-        returns = dict(recipe.options).get("in_forward")
-        texts = {"loss": "loss_fn(h, y)", "tuple": "loss_fn(h, y), h", "dict": "{'loss': loss_fn(h, y), 'logits': h}"}
-        self.forward.append(f"return {texts.get(returns, 'h')}")
+        self.score = loss.function
+        if loss.flat and self.shape.kind == "s":
+            self.score = f"lambda p, y, f={loss.function}: f(p.flatten(0, 1), y.flatten(0, 1))"
+        before, outputs, read = OUTPUTS[options.get("outputs", "")]
+        _, taken, label = LABELS[options.get("labels", "")]
+        self.before.append(before)
+        self.loss = "score"
+        parameter = "parameter" in options
+        if (outputs, taken, label, parameter) != ("h", "y", "y", False):
+            beta = (", beta=1.0" if "*" in taken else ", *, beta=1.0") if parameter else ""
+            self.loss = f"lambda p, {taken}{beta}: score({read}, {label}){' * beta' * parameter}"
+        if "in_forward" in options:
+            labels = ", ".join(["y", "z"][: self.labels])
+            self.forward += [f"o = {outputs}", f"l = loss_fn(o, {labels}{', beta=beta' * parameter})"]
+            outputs = RETURNED[options["in_forward"]]
+        self.forward.append(f"return {outputs}")
 
 
 def _indented(lines: list[str], spaces: int) -> str:

@@ -76,7 +76,7 @@ class Fuzzer:
                 last[candidate] = found
                 return found.signature == outcome.signature
 
-            small = shrink(small, fails)
+            small = shrink(small, fails, 10 if "compiled" in way else 50)
             outcome = last[small]
         parts = (*sorted({*uses_layers(small)}), *(kind for _, kind, _ in small.settings), *dict(small.options))
         parts = (*parts, *(str(what[-1] if len(what) == 1 else what[1:]) for _, what in small.changes))

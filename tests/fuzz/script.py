@@ -18,7 +18,7 @@ _SCRIPT = '''"""{title}
 Repeat the case as it was drawn: make fuzz CASE={seed}
 """
 
-import copy, itertools, sys, tempfile, types, warnings
+import itertools, sys, tempfile, types, warnings
 from pathlib import Path
 from unittest import mock
 
@@ -61,27 +61,15 @@ _CALLS = {
     "compile": "with_compile(make())",
     "cached": "cached(make)",
     "resumed": "resumed(make)",
+    "own loop": "own_loop(make())",
+    "compiled": "with_trainer(make(), 'compiled')",
+    "module compiled": "with_module(make(), 'compiled')",
 }
 
 
 def script(recipe: Recipe, way: str, outcome: Outcome, text: str | None = None) -> str:
     """Returns a script that trains a case in PyTorch and in one way, and prints what differs."""
-    functions = [
-        getattr(train, name)
-        for name in (
-            *(
-                "in_a_loop",
-                "loss_of",
-                "results",
-                "options_of",
-                "make_trainer",
-                "train_steps",
-                "with_trainer",
-                "module_options",
-            ),
-            *("with_module", "with_compile", "cached", "resumed", "in_pytorch"),
-        )
-    ]
+    functions = [getattr(train, name) for name in train.__all__ if name != "TRAIN"]
     written = "\n\n\n".join(inspect.getsource(function).strip() for function in functions)
     return _SCRIPT.format(
         title=f"{outcome.kind}: {way}",

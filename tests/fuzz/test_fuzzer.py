@@ -20,7 +20,7 @@ from .compare import Outcome, compare
 from .layers import LAYERS, Shape, write
 from .losses import LOSSES
 from .optimizers import OPTIMIZERS
-from .recipe import WAYS, Recipe, draw
+from .recipe import OPTIONS, WAYS, Recipe, draw
 from .run import Fuzzer
 from .train import TRAIN
 from .worker import Worker
@@ -126,6 +126,16 @@ def test_pytorch_trains_every_loss_and_optimizer() -> None:
             assert compare(recipe).get("case", Outcome("")).kind in ("", "not finite"), loss
     for optimizer in OPTIMIZERS:
         assert compare(Recipe(1, layers=SMALL.layers, optimizer=optimizer, ways=())) == {}, optimizer
+
+
+def test_pytorch_trains_with_every_option() -> None:
+    for name, values in OPTIONS.items():
+        data = "images" if name == "bad" else "sequences"  # PyTorch refuses all bad batches of these
+        for value in values:
+            recipe = Recipe(
+                1, data, SMALL.layers[:1], "cross entropy", options=((name, value),), sizes=SMALL.sizes, ways=()
+            )
+            assert compare(recipe) == {}, (name, value)
 
 
 def test_a_seed_is_a_case() -> None:

@@ -69,7 +69,8 @@ class Worker:
                 self.close()
                 return {way: Outcome("crash", f"the process ended with {code}")}
             if isinstance(answer, str):
-                way, end = answer, time.monotonic() + self._patience
+                # A C++ compiler has its turn for each graph.
+                way, end = answer, time.monotonic() + self._patience * (5 if "compiled" in answer else 1)
             else:
                 outcomes, seconds = answer
                 self.seconds += seconds

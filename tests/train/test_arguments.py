@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ort_trainer import ORTTrainer, optim
+from ort_trainer import ORTModule, ORTTrainer, optim
 from tests.helpers import MLP, MLP_DESC, assert_close, mlp_batches, mlp_trainer
 
 State = tuple[torch.Tensor, torch.Tensor]
@@ -80,6 +80,37 @@ def test_a_state_is_carried_and_a_dict_and_a_number_are_passed(desc: Any) -> Non
     # A constant that is left out has forward()'s default, not its last value.
     del arguments["scale"]
     assert_close(trainer.predict(**arguments)[0], reference(x, theirs, extra=extra)[0].detach(), 1e-4, "unscaled")
+
+
+class Keyed(nn.Module):
+    """Takes entries whose names would be the same, and what is required, but only by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: Any, *, scale: float, bias: torch.Tensor | None = None) -> torch.Tensor:
+        value = self.head(x["a"]["b"] + 10 * x["a.b"] + 100 * x[0] * x["0"]) * scale
+        return value if bias is None else value + bias
+
+
+@pytest.mark.parametrize("way", ["by position", "by name", "module"])
+@pytest.mark.parametrize("with_tensor", [False, True])
+def test_entries_and_arguments_by_name(way: str, with_tensor: bool) -> None:
+    model = Keyed()
+    module = ORTModule(copy.deepcopy(model), fallback="error")
+    trainer = ORTTrainer(model, "auto", optim.SGDConfig(lr=0.0), loss_fn=F.mse_loss)
+    for step in range(3):
+        x = {"a": {"b": torch.randn(5, 4)}, "a.b": torch.randn(5, 4), "0": 1.0 + step, 0: 2.0}
+        y, named = torch.randn(5, 3), {"scale": 1.0 + step, **({"bias": torch.randn(3)} if with_tensor else {})}
+        expected = model(x, **named)
+        if way == "module":
+            output = module(x, **named)
+        elif way == "by name":
+            _, output = trainer.train_step(x=x, label=y, **named)
+        else:
+            _, output = trainer.train_step(x, y, **named)
+        assert_close(output, expected.detach(), 1e-5, way)
 
 
 def test_what_does_not_fit_is_refused_by_name() -> None:

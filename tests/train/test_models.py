@@ -229,7 +229,7 @@ def test_loss_inside_the_model(kind: str) -> None:
 
 
 class Awkward(nn.Module):
-    """Parameters of 1 to 8 elements, an empty one, frozen ones, and names with slashes and dots."""
+    """Parameters of 1 to 8 elements, an empty one, frozen ones, and names that are no Python, or only a part of it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -238,13 +238,13 @@ class Awkward(nn.Module):
         self.empty = nn.Parameter(torch.zeros(0, 4))
         self.frozen = nn.Parameter(torch.randn(4), requires_grad=False)
         self.fc = nn.Linear(8, 3)
-        self.slashed = nn.ParameterDict({"a/b": nn.Parameter(torch.randn(3))})
+        self.named = nn.ParameterDict({name: torch.randn(3) for name in ("a/b", "class", '"', "\\", "\n")})
         self.x = nn.Parameter(torch.randn(3))  # the name of an input, too
         self.register_parameter("loss", nn.Parameter(torch.randn(3)))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         total = self.scalar + sum(v.sum() for v in self.vectors) + self.empty.sum() + self.frozen.sum()
-        return self.fc(x) * self.x + total + self.slashed["a/b"] + self.loss
+        return self.fc(x) * self.x + total + sum(self.named.values()) + self.loss
 
 
 def test_awkward_parameters_and_names(tmp_path: Any) -> None:
@@ -252,7 +252,7 @@ def test_awkward_parameters_and_names(tmp_path: Any) -> None:
     trainer = same(model, MLP_DESC, mlp_batches(20))
     weights = trainer.state_dict(pytorch_format=True)
     assert torch.equal(weights["frozen"], model.frozen)
-    assert weights["slashed.a/b"].shape == (3,)
+    assert weights["named.a/b"].shape == (3,)
     trainer.save_checkpoint(tmp_path / "a.ortckpt")
     other = ORTTrainer(Awkward(), MLP_DESC, CONFIG, loss_fn=F.cross_entropy)
     other.load_checkpoint(tmp_path / "a.ortckpt")

@@ -65,6 +65,23 @@ def test_gradients_are_added_to_those_that_are_there(own_optimizer: bool) -> Non
     assert trainer.train_step_info.optimization_step == (0 if own_optimizer else 20)
 
 
+def test_a_gradient_of_a_parameter_that_is_frozen_since_is_used() -> None:
+    model = MLP()
+    reference = copy.deepcopy(model)
+    trainer = mlp_trainer(config=optim.SGDConfig(lr=0.1), model=model)
+    other = torch.optim.SGD(reference.parameters(), lr=0.1)
+    for (x, y), frozen in zip(mlp_batches(3), (False, True, True), strict=True):
+        for module in (model, reference):
+            module.fc1.weight.requires_grad_(not frozen)
+        trainer.forward_backward(x, y)
+        F.cross_entropy(reference(x), y).backward()
+    trainer.optimizer_step()
+    other.step()
+    assert_same_state(model, reference)
+    trainer.lazy_reset_grad()
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
 def test_a_loss_scale_is_not_in_the_gradients() -> None:
     model = MLP()
     trainer = mlp_trainer({"mixed_precision": {"enabled": True}}, optim.SGDConfig(lr=0.1), model)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import itertools
+import keyword
 import operator
 import random
 import sys
@@ -153,7 +154,16 @@ def exportable_functions() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for (module, name), function in replacements().items():
             stack.enter_context(mock.patch.object(module, name, function))
+        stack.enter_context(mock.patch.object(torch.fx.graph, "_format_target", _attribute))
         yield
+
+
+def _attribute(base: str, target: str) -> str:
+    """Returns source text that reads an attribute; PyTorch's does not compile for ``class`` or a name with a quote."""
+    for name in target.split("."):
+        plain = name.isidentifier() and not keyword.iskeyword(name)
+        base = f"{base}.{name}" if plain else f"getattr({base}, {name!r})"
+    return base
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -12,7 +13,7 @@ from torch import nn
 from ...core.errors import ExportError, shown
 from ...core.signatures import signature_of
 from ...options import ModelDescription
-from ..nested import Layout, argument_of, has_tensors, rebuild
+from ..nested import Layout, argument_of, flatten, has_tensors, rebuild
 from .borrow import borrowed
 from .explain import gradients_within, source_line_of_error
 from .isolation import can_isolate, run_in_child
@@ -56,9 +57,14 @@ def name_sample(
         raise TypeError(
             f"unexpected input {unknown[0]!r}: forward() of {type(model).__name__} takes {names}{_for_label(loss_fn)}"
         )
-    labels: list[str] = []
-    if loss_fn is not None and not kwargs:
-        labels = [_unused(label, names) for label in _label_names(loss_fn, parameters, len(args) - len(names))]
+    leaves: dict[str, Any] = {}
+    for name, value in kwargs.items():
+        flatten(name, value, leaves)
+    names = [name for name in _argument_names(model, keywords=False) if leaves or name not in kwargs]
+    labels, more = [], len(args) - len(names)
+    if loss_fn is not None and (more > 0 or not leaves):  # constants alone are no labels
+        labels = [_unused(label, names) for label in _label_names(loss_fn, parameters, more)]
+        labels = labels[:more] if leaves else labels
     count = len(labels)
     names = [*names[: max(len(args) - count, 0)], *labels]
     if len(args) > len(names):
@@ -96,9 +102,11 @@ def _takes_any_name(model: nn.Module) -> bool:
     return any(p.kind == p.VAR_KEYWORD for p in signature_of(model.forward).parameters.values())
 
 
-def _argument_names(model: nn.Module) -> list[str]:
+def _argument_names(model: nn.Module, keywords: bool = True) -> list[str]:
+    """Returns the names of what ``forward`` takes; without ``keywords``, only of what it takes by position, too."""
     parameters = signature_of(model.forward).parameters.values()
-    return [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    kinds = [inspect.Parameter.POSITIONAL_OR_KEYWORD, *[inspect.Parameter.KEYWORD_ONLY] * keywords]
+    return [p.name for p in parameters if p.kind in kinds]
 
 
 def describe(
@@ -141,7 +149,9 @@ def describe(
 
     # forward() may do anything to Python objects; its side effects stay in the child.
     def found() -> list[tuple[str, list[str], bool]]:
-        outputs = dict(_outputs(model, loss_fn, batch, layouts, labels, parameters))
+        outputs: dict[str, torch.Tensor] = {}
+        for name, value in _outputs(model, loss_fn, batch, layouts, labels, parameters):
+            outputs[_unused(name, outputs)] = value  # {"a_b": x, "a": {"b": y}}
         return _described(outputs, batch, unset_labels(model, [*map(argument_of, batch)]))
 
     answer = run_in_child(lambda: json.dumps(found()).encode()) if can_isolate() else None
@@ -164,7 +174,7 @@ def _described(
     return described
 
 
-def _unused(name: str, taken: list[str]) -> str:
+def _unused(name: str, taken: Collection[str]) -> str:
     while name in taken:
         name += "_"
     return name

@@ -191,10 +191,10 @@ def differentiate(
         ExportError: If PyTorch can't differentiate the model.
     """
     least = dict(captured.least)
-    exported = captured.exported.module(check_guards=False)
-    assert isinstance(exported, torch.fx.GraphModule)
     with contextlib.ExitStack() as stack:
         stack.enter_context(capturing(module, autocast, for_kernels))
+        exported = captured.exported.module(check_guards=False)
+        assert isinstance(exported, torch.fx.GraphModule)
         # A block under torch.no_grad() or torch.autocast() is a graph within the graph.
         for part in exported.modules():
             if isinstance(part, torch.fx.GraphModule):

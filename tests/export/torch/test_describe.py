@@ -123,8 +123,9 @@ class Output:
         (lambda y: Output(y, y.sum()), ["value", "cost"], "cost"),
         (lambda y: {"loss": y.sum(), "x": y, "cache": object(), "late": y}, ["loss", "x_"], "loss"),
         (lambda y: y.mean(), ["output"], "output"),
+        (lambda y: {"a_b": y, "a": {"b": y}, 0: y, "0": y, "l": y.sum()}, ["a_b", "a_b_", "0", "0_", "l"], "l"),
     ],
-    ids=["dict", "tuple", "dataclass", "not tensors", "bare"],
+    ids=["dict", "tuple", "dataclass", "not tensors", "bare", "equal names"],
 )
 def test_which_output_is_the_loss(returned: Any, names: list[str], loss: str) -> None:
     class Model(MLP):
@@ -135,6 +136,19 @@ def test_which_output_is_the_loss(returned: Any, names: list[str], loss: str) ->
     trainer.train_step(mlp_batches(1)[0][0])
     assert trainer.model_desc.output_names == names
     assert trainer.model_desc.loss.name == loss
+
+
+def test_an_output_called_loss_beside_that_of_the_loss_function() -> None:
+    class Model(MLP):
+        def forward(self, x: torch.Tensor) -> Any:
+            return {"logits": super().forward(x), "loss": x.mean()}
+
+    x, label = mlp_batches(1)[0]
+    trainer = ORTTrainer(Model(), "auto", CONFIG, loss_fn=lambda y, label: F.cross_entropy(y["logits"], label))
+    loss, logits, own = trainer.train_step(x, label)
+    assert trainer.model_desc.output_names == ["loss", "logits", "loss_"]
+    assert_close(loss, F.cross_entropy(logits, label), 1e-5, "loss")
+    assert_close(own, x.mean(), 1e-5, "the model's own")
 
 
 class Triplet(MLP):

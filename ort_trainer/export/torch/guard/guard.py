@@ -143,6 +143,7 @@ class ModelWatch:
             modules are in, even if all are in evaluation mode, and autograd runs the hooks of parameters.
 
     Attributes:
+        may_train: The ``trainable`` as given.
         modes: Module -> whether it is in training mode in a training step; None if as ``model.train()`` sets it.
         trainable: Canonical names of the parameters that a training step differentiates.
         last_change: What the last call of :meth:`variant` found changed; empty if nothing.
@@ -154,7 +155,7 @@ class ModelWatch:
         self._model = model
         self._for_calls = for_calls
         self._asked = _requires_grad if for_calls else _requires_grad_and_hooks
-        self._may_train = frozenset(trainable)
+        self.may_train = frozenset(trainable)
         self._frozen = frozenset(frozen)
         self._modules = _modules(model)
         self._dicts = [module.__dict__ for _, module in self._modules]
@@ -281,7 +282,7 @@ class ModelWatch:
         """Assigns a number to the current variant."""
         training, settings = tuple(values[0]), (tuple(values[1]), tuple(values[2]))
         required = {name for name, parameter in self._parameters.items() if parameter.requires_grad}
-        late = [name for name in self._parameters if name in required - self._may_train - self._frozen]
+        late = [name for name in self._parameters if name in required - self.may_train - self._frozen]
         if late:
             raise RuntimeError(
                 f"parameters {listed(late)} require grad now but did not when the trainer was made, so they have no "
@@ -303,7 +304,7 @@ class ModelWatch:
         own = self._own_modes
         modules = [module for _, module in self._modules]
         self.modes = None if own is None else dict(zip(modules, own, strict=True))
-        self.trainable = self._may_train & required
+        self.trainable = self.may_train & required
         self._key = self.trainable, settings
         self._current = {
             True: self._trained.setdefault((self._modes_of_now(), *self._key), next(self._numbers)),

@@ -19,7 +19,7 @@ __all__ = ["SharedTensors"]
 
 
 class _Watch(Protocol):
-    trainable: frozenset[str]
+    may_train: frozenset[str]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +53,7 @@ class SharedTensors(Memory):
 
     Args:
         model: The module.
-        watch: Knows which parameters are trained.
+        watch: Knows which parameters may be trained.
     """
 
     def __init__(self, model: nn.Module, watch: _Watch) -> None:
@@ -159,18 +159,21 @@ class SharedTensors(Memory):
                     parameter.grad.add_(gradient)
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        """Returns ``p.grad`` of the trained parameters that have one, in the trainer's dtypes."""
+        """Returns ``p.grad`` of the parameters that have one, in the trainer's dtypes.
+
+        PyTorch's optimizers, too, use a gradient that is there although its parameter has been frozen since.
+        """
         with BORROWED:
             return {
                 name: parameter.grad.detach().to(owned_dtype(parameter.grad.dtype)).contiguous()
                 for name, parameter in self._model.named_parameters()
-                if name in self._watch.trainable and parameter.grad is not None
+                if name in self._watch.may_train and parameter.grad is not None
             }
 
     def drop_gradients(self) -> None:
         """Removes ``p.grad``, as ``model.zero_grad()`` does."""
         with BORROWED:
-            for name in self._watch.trainable:
+            for name in self._watch.may_train:
                 self._model.get_parameter(name).grad = None
 
     def _named(self) -> dict[str, torch.Tensor]:
