@@ -427,7 +427,7 @@ LAYERS: dict[str, Layer] = {
     "lerp": Layer("vs", "", "h = torch.lerp(h, h.tanh(), {f})"),
     "addcmul": Layer("vs", "", "h = torch.addcmul(h, h.tanh(), h.sigmoid(), value={f})"),
     "nan to num": Layer("vs", "", "h = torch.nan_to_num(h / (h > 0).to(h.dtype), 0.0, 1.0, -1.0)"),
-    "complex": Layer("vs", "", "h = torch.view_as_real(torch.fft.rfft(h, dim=-1)).flatten(-2)[..., :{w}]"),
+    "complex": Layer("vs", "", "h = torch.view_as_real(torch.fft.rfft(h, dim=-1) * (1 + 0.5j)).flatten(-2)[..., :{w}]"),
     "in place": Layer("vsi", "", "h = h * 1.0; h.mul_({f}).add_(1.0).relu_()"),
     "in place activation": Layer("vsi", "self.{n} = nn.ELU(inplace=True)", "h = self.{n}(h + 0.0)"),
     "float and back": Layer("vs", "", "h = (h.double() * {f}).to(h.dtype)"),

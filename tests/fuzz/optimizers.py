@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["OPTIMIZERS", "SCHEDULES"]
+__all__ = ["OPTIMIZERS", "OVERWRITING", "SCHEDULES"]
 
 _SPLIT = "[dict(params=[p for p in model.parameters() if p.dim() > 1], weight_decay=0.1), " + (
     "dict(params=[p for p in model.parameters() if p.dim() < 2])]"
@@ -96,3 +96,5 @@ SCHEDULES: dict[str, tuple[str, str]] = {
         "torch.optim.lr_scheduler.ExponentialLR({0}, 0.5)], [2])"
     ),
 }
+# Those that overwrite a rate which is written into the optimizer.
+OVERWRITING = ("inverse", "halved", "warm-up", "linear")

@@ -13,7 +13,7 @@ from .changes import CHANGES, OF_A_LAYER
 from .faces import CONSTANTS, INPUTS, LABELS, OUTPUTS, RETURNED
 from .layers import Shape, write
 from .losses import LOSSES, Loss
-from .optimizers import OPTIMIZERS, SCHEDULES
+from .optimizers import OPTIMIZERS, OVERWRITING, SCHEDULES
 from .recipe import Recipe
 
 __all__ = ["run", "source", "uses_layers"]
@@ -303,6 +303,8 @@ class _Parts:
         for step, (what, *rest) in recipe.changes:
             if isinstance(what, str):
                 if what == "learning rate" and "Config" in OPTIMIZERS[recipe.optimizer][1]:
+                    continue
+                if what == "learning rate" and options.get("schedule") in OVERWRITING:  # docs/optimizers.md says so
                     continue
                 if recipe.tied and "head" in CHANGES[what]:
                     continue
