@@ -57,16 +57,16 @@ def name_sample(
         raise TypeError(
             f"unexpected input {unknown[0]!r}: forward() of {type(model).__name__} takes {names}{_for_label(loss_fn)}"
         )
-    leaves: dict[str, Any] = {}
+    tensors: dict[str, Any] = {}
     for name, value in kwargs.items():
-        flatten(name, value, leaves)
-    names = [name for name in _argument_names(model, keywords=False) if leaves or name not in kwargs]
-    labels, more = [], len(args) - len(names)
-    if loss_fn is not None and (more > 0 or not leaves):  # constants alone are no labels
-        labels = [_unused(label, names) for label in _label_names(loss_fn, parameters, more)]
-        labels = labels[:more] if leaves else labels
-    count = len(labels)
-    names = [*names[: max(len(args) - count, 0)], *labels]
+        flatten(name, value, tensors)
+    names = [name for name in _argument_names(model, keywords=False) if tensors or name not in kwargs]
+    labels, extra = [], len(args) - len(names)
+    if loss_fn is not None and (extra > 0 or not tensors):
+        labels = [_unused(label, names) for label in _label_names(loss_fn, parameters, extra)]
+        if tensors:  # which have the labels, but for what is too much for forward()
+            labels = labels[:extra]
+    names = [*names[: max(len(args) - len(labels), 0)], *labels]
     if len(args) > len(names):
         raise TypeError(
             f"{len(args)} inputs were given, but forward() of {type(model).__name__} takes {names}{_for_label(loss_fn)}"
