@@ -90,7 +90,7 @@ def disturb(folder: Path, until: float) -> None:
                 case "delete" if files:
                     draw.choice(files).unlink()
                 case "delete all" if draw.random() < 0.1:
-                    shutil.rmtree(folder)
+                    shutil.rmtree(folder, ignore_errors=True)  # others write there meanwhile
                 case "folder":
                     folder.chmod(draw.choice([0o777, 0o500, 0o700, 0o700]))
         except FileNotFoundError:
