@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from .ort import OrtValue
     from .runner import Output
 
-__all__ = ["TorchMemory", "as_taken", "freed_tensors", "in_order", "order_of", "readable", "shaped"]
+__all__ = ["TorchMemory", "as_taken", "dense_order", "freed_storages", "in_order", "order_of", "readable", "shaped"]
 
 _NUMPY_TYPES: dict[torch.dtype, Any] = {
     torch.float64: np.float64,
@@ -31,6 +31,9 @@ _NUMPY_TYPES: dict[torch.dtype, Any] = {
     torch.uint8: np.uint8,
     torch.bool: np.bool_,
 }
+
+
+_FREED = "freed (untyped_storage().resize_(0))"
 
 
 class TorchMemory:
@@ -131,13 +134,30 @@ def order_of(value: torch.Tensor) -> tuple[int, ...]:
 
 def in_order(value: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
     """Returns a tensor whose dimensions are in an order in memory, as :func:`order_of` returns it."""
-    return value.permute(*order).contiguous().permute(*map(order.index, range(len(order))))
+    return _put_back(value.permute(*order).contiguous(), order)
 
 
-def freed_tensors(tensors: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
-    """Returns the names of parameters and buffers whose storage was freed, as FSDP does between two uses."""
+def _put_back(value: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
+    """Returns the tensor that ``value.permute(*order)`` was made of."""
+    return value.permute(*map(order.index, range(len(order))))
+
+
+def dense_order(sizes: Sequence[int], strides: Sequence[int]) -> tuple[int, ...] | None:
+    """Returns the dimensions from the largest stride to the smallest; None if there are gaps or shared elements."""
+    order = tuple(sorted(range(len(sizes)), key=lambda axis: (-strides[axis], axis)))
+    expected = 1
+    for axis in reversed(order):
+        if sizes[axis] != 1 and strides[axis] != expected:
+            return None
+        expected *= sizes[axis]
+    return order
+
+
+def freed_storages(owner: str, tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
+    """Returns which parameters and buffers have no storage any more, for an error; "" if all have one."""
     plain = [(name, value) for name, value in tensors if value.layout is torch.strided and not value.is_meta]
-    return [name for name, value in plain if value.numel() and not value.untyped_storage().nbytes()]
+    freed = [name for name, value in plain if value.numel() and not value.untyped_storage().nbytes()]
+    return f"the storage of {freed[:3]} of {owner} was {_FREED}, as FSDP does between two uses" if freed else ""
 
 
 def _kind(value: torch.Tensor) -> str:
@@ -167,7 +187,7 @@ def _kind(value: torch.Tensor) -> str:
         return "on the device 'meta', which holds no values: make it on the model's device"
     if value._is_zerotensor():
         return "a zero tensor: call clone()"
-    return "one whose storage was freed (untyped_storage().resize_(0)): make it anew, or pass a clone() made before"
+    return f"one whose storage was {_FREED}: make it anew, or pass a clone() made before"
 
 
 def _is_other_kind(value: torch.Tensor) -> bool:
@@ -206,10 +226,9 @@ def _sample(
     dtype = getattr(torch, spec.dtype)
     if spec.kind == "permutation":
         return torch.randperm(*shape, generator=generator, dtype=dtype, device=device)
-    order = spec.order or tuple(range(len(shape)))
-    value = torch.empty([shape[axis] for axis in order], dtype=dtype, device=device)
+    order = spec.order or range(len(shape))
     # A view with PyTorch's own strides, on which the order of the drawn numbers depends.
-    value = value.permute([order.index(axis) for axis in range(len(shape))])
+    value = _put_back(torch.empty([shape[axis] for axis in order], dtype=dtype, device=device), order)
     return _fill(value, spec, generator).contiguous().to(_bound_type(dtype))
 
 

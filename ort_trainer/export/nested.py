@@ -261,6 +261,7 @@ def constants_of(layout: Layout, name: str) -> dict[str, Any]:
         return {name: rest[1]}
     if kind == "tensor":
         return {}
-    keys, parts = zip(*(rest[0] if kind == "dict" else enumerate(rest[0])), strict=True) if rest[0] else ((), ())
-    named = zip(_part_names(name, keys), parts, strict=True)
-    return {key: value for at, part in named for key, value in constants_of(part, at).items()}
+    entries = rest[0] if kind == "dict" else list(enumerate(rest[0]))
+    names = _part_names(name, [key for key, _ in entries])
+    parts = zip(names, (part for _, part in entries), strict=True)
+    return {key: value for at, part in parts for key, value in constants_of(part, at).items()}

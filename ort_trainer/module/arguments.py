@@ -17,7 +17,7 @@ from unittest import mock
 import torch
 
 from ..core.errors import ExportError
-from ..engine.torch_memory import order_of
+from ..engine.torch_memory import dense_order
 from ..export.nested import Layout, flatten, mapped, with_numbers_apart
 
 __all__ = [
@@ -52,14 +52,9 @@ def merged(layouts: Sequence[Layout], leaves: dict[str, torch.Tensor]) -> tuple[
 def layout_of(value: torch.Tensor) -> tuple[int, ...]:
     """Returns the order of a tensor's dimensions in memory if it fills its memory; otherwise its strides, which begin
     with -1 here."""
-    strides, order = value.stride(), order_of(value)
-    step = 1
-    for axis in reversed(order):
-        size = value.shape[axis]
-        if size != 1 and strides[axis] != step:
-            return (-1, *strides)
-        step *= size
-    return order
+    strides = value.stride()
+    order = dense_order(value.shape, strides)
+    return (-1, *strides) if order is None else order
 
 
 def clone(value: torch.Tensor) -> torch.Tensor:

@@ -20,7 +20,7 @@ from torch.autograd import forward_ad
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from ..core.errors import ExportError, IdleOptionError, ValueBranchError, shown
-from ..engine.torch_memory import freed_tensors
+from ..engine.torch_memory import freed_storages
 from ..export.torch.explain import forward_line
 
 __all__ = [
@@ -231,12 +231,9 @@ def refuse_freed(module: nn.Module) -> None:
     Raises:
         OptionError: If so.
     """
-    freed = freed_tensors([*module.named_parameters(), *module.named_buffers()])
+    freed = freed_storages(type(module).__name__, [*module.named_parameters(), *module.named_buffers()])
     if freed:
-        raise OptionError(
-            f"the storage of {freed[:3]} of {type(module).__name__} was freed (untyped_storage().resize_(0)), as FSDP "
-            "does between two uses: call the module while it has all its values"
-        )
+        raise OptionError(f"{freed}: call the module while it has all its values")
 
 
 @contextlib.contextmanager

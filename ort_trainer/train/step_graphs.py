@@ -446,7 +446,9 @@ class StepGraphs:
         branching: bool = False,
     ) -> Step:
         try:
-            step = self._builder(batch, portable).build(batch.as_given(), training, names, branching=branching)
+            # Only training depends on the order in memory, in which masks are drawn.
+            sample = batch.as_given() if training else batch
+            step = self._builder(batch, portable).build(sample, training, names, branching=branching)
         except BaseException as error:
             refusal = self._refusal(batch) if isinstance(error, ExportError) else None
             self._narrow()

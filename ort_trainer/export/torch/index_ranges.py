@@ -13,14 +13,15 @@ from ...core.indices import STEPS, IndexRange
 from ...options import ModelDescription
 from .capture import Capture
 from .explain import source_line
+from .programs.values import arguments_of, is_integer
 from .symbols import SymbolTable
+from .view_writes import written
 
 __all__ = ["find_index_ranges", "reads_values"]
 
 Node = torch.fx.Node
 Arguments = Mapping[str, Any]
 
-_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 # Operators that return a tensor's values unchanged, except for their dtype.
 _COPIES = {"alias", "clone", "contiguous", "detach", "detach_", "lift_fresh_copy", "to", "_to_copy"}
 # Those of STEPS that return only a part of the values.
@@ -60,7 +61,7 @@ def find_index_ranges(captured: Capture, description: ModelDescription) -> tuple
     operands = {
         node: _Operand(names[node.name])
         for node in exported.graph.find_nodes(op="placeholder")
-        if node.name in names and _is_index(node)
+        if node.name in names and is_integer(node)
     }
     results = list(zip(signature.user_outputs, outputs, strict=False))  # without what is left, and conditions
     changed: set[str] = set()
@@ -89,7 +90,7 @@ def _ranges(
                 outputs = dependent(node)
                 yield from _ranges(*inner, symbols, lambda _, outputs=outputs: outputs, changed)  # type: ignore[misc]
         elif isinstance(node.target, torch._ops.OpOverload):
-            changed |= {found for value in _written(node) if (found := _origin(value, operands, views))}
+            changed |= {found for value in written(node) if (found := _origin(value, operands, views))}
             handed_on = _handed_on(node, operands, symbols)
             if handed_on is not None:
                 operands[node] = handed_on
@@ -124,7 +125,7 @@ def _shares_memory(node: Node) -> bool:
 
 def _uses(node: Node) -> Iterator[tuple[Any, Any, dict[str, Any]]]:
     """Yields the indices of an operator: the value, the size of the indexed dimension, and further allowed values."""
-    name, given = _name(node), _arguments(node)
+    name, given = _name(node), arguments_of(node)
     if name in ("embedding", "embedding_bag", "_embedding_bag"):
         yield given["indices"], _shape(given["weight"])[0], {}
     elif name in ("cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d"):
@@ -157,9 +158,9 @@ def _indexed_axes(given: Arguments) -> Iterator[tuple[Any, Any, dict[str, Any]]]
 def _handed_on(node: Node, operands: Mapping[Node, _Operand], symbols: SymbolTable) -> _Operand | None:
     """Returns the operand after an operator that passes values on unchanged; None after any other operator."""
     known = operands.get(node.args[0]) if node.args and isinstance(node.args[0], Node) else None
-    if known is None or not _is_index(node):
+    if known is None or not is_integer(node):
         return None
-    name, given = _name(node), list(_arguments(node).values())[1:]
+    name, given = _name(node), list(arguments_of(node).values())[1:]
     if name in _COPIES:
         return known if node.meta["val"].dtype in (_type_before(node), torch.int32, torch.int64) else None
     part = name in _PARTS
@@ -225,40 +226,15 @@ def _dependent(node: Node, results: Sequence[tuple[Any, str]]) -> tuple[str, ...
     seen, waiting = {node}, [node]
     while waiting:
         last = waiting.pop()
-        new = {*last.users, *_written(last)} - seen
+        new = {*last.users, *written(last)} - seen
         seen |= new
         waiting += new
     names = {node.name for node in seen}
     return tuple(name for node_name, name in results if node_name in names)
 
 
-def _written(node: Node) -> list[Node]:
-    """Returns the arguments that an operator changes in place."""
-    if not isinstance(node.target, torch._ops.OpOverload) or not node.target._schema.is_mutable:
-        return []
-    given = _arguments(node)
-    found = [given[argument.name] for argument in node.target._schema.arguments if argument.is_write]
-    return [value for value in found if isinstance(value, Node)]
-
-
-def _is_index(node: Node) -> bool:
-    value = node.meta.get("val")
-    return isinstance(value, torch.Tensor) and value.dtype in _INTEGERS
-
-
 def _name(node: Node) -> str:
     return node.target._opname.rstrip("_") if isinstance(node.target, torch._ops.OpOverload) else ""
-
-
-def _arguments(node: Node) -> dict[str, Any]:
-    """Returns the arguments of an operator by name, including defaults."""
-    target = node.target
-    assert isinstance(target, torch._ops.OpOverload)
-    schema = target._schema.arguments
-    given = {argument.name: argument.default_value for argument in schema}
-    given.update(zip(given, node.args, strict=False))
-    given.update(node.kwargs)
-    return given
 
 
 def _shape(node: Any) -> Sequence[Any]:

@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 from ...core.signatures import signature_of
 from ...engine.ort import has_cuda, maximum_opset
 from ...engine.ownership import shared_groups
-from ...engine.torch_memory import freed_tensors
+from ...engine.torch_memory import freed_storages
 from ...optim import OptimizerConfig
 from ...optim.torch_optimizer import TorchOptimizerConfig
 from ...options import ModelDescription, ORTTrainerOptions
@@ -290,12 +290,9 @@ def _check_model(model: nn.Module) -> None:
             f"{meta[:3]} of {name} are on the meta device and have no values yet: initialize the model first, with "
             "model.to_empty(device='cpu') and its initialization, or model.load_state_dict(..., assign=True)"
         )
-    freed = freed_tensors(tensors)
+    freed = freed_storages(name, tensors)
     if freed:
-        raise ValueError(
-            f"the storage of {freed[:3]} of {name} was freed (untyped_storage().resize_(0)), as FSDP does between two "
-            "uses: give the trainer a model with all its values"
-        )
+        raise ValueError(f"{freed}: give the trainer a model with all its values")
     frozen = [key for key, tensor in tensors if tensor.is_inference()]
     if frozen:
         raise ValueError(

@@ -41,6 +41,7 @@ from .borrow import quiet
 from .explain import line_of_trace, source_line, way_out
 from .operators.execution_order import lower_after
 from .operators.registry import Operator, decompositions, revision, translations
+from .programs.values import arguments_of
 
 __all__ = ["decomposition_table", "to_onnx"]
 
@@ -288,14 +289,9 @@ def _lift_zero_dimensional(graph: torch.fx.Graph) -> None:
 def _has_dimension(node: torch.fx.Node) -> bool:
     if not isinstance(node.target, torch._ops.OpOverload) or not node.args or node.target in _VIEWS:
         return False
+    arguments = arguments_of(node)
     # No dims mean all dimensions: no need to lift.
-    for place, argument in enumerate(node.target._schema.arguments):
-        if argument.name in ("dim", "dims"):
-            given = (
-                node.args[place] if place < len(node.args) else node.kwargs.get(argument.name, argument.default_value)
-            )
-            return given is not None and given != []
-    return False
+    return any(arguments.get(name) not in (None, []) for name in ("dim", "dims"))
 
 
 def _is_number(value: object) -> bool:

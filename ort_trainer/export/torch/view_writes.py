@@ -17,6 +17,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from ...core.errors import ExportError
 from .explain import source_line
+from .programs.values import arguments_of
 from .symbols import hint
 
 __all__ = ["bases_of", "refuse_inexact_writes", "refuse_sums_over_windows", "written"]
@@ -54,12 +55,12 @@ def written(node: Node) -> Iterator[Node]:
     """Yields the arguments that an operator changes in place."""
     if not isinstance(node.target, torch._ops.OpOverload) or not node.target._schema.is_mutable:
         return
-    for place, argument in enumerate(node.target._schema.arguments):
+    arguments = arguments_of(node)
+    for argument in node.target._schema.arguments:
         if argument.is_write:
-            value = node.args[place] if place < len(node.args) else node.kwargs.get(argument.name)
-            yield from filter(
-                lambda each: isinstance(each, Node), value if isinstance(value, (list, tuple)) else [value]
-            )  # type: ignore[misc]
+            value = arguments[argument.name]
+            values = value if isinstance(value, (list, tuple)) else [value]
+            yield from (each for each in values if isinstance(each, Node))
 
 
 def bases_of(value: Any) -> Iterator[Node]:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ....engine.ownership import own_copies, owned_dtype, shared_groups
-from ....engine.torch_memory import freed_tensors
+from ....engine.torch_memory import freed_storages
 from ...model_source import Memory, Named
 from ..borrow import BORROWED
 from .condition import Condition
@@ -186,7 +186,7 @@ class SharedTensors(Memory):
             self._refuse(place, "was removed")
         if tensor.is_meta:
             self._refuse(place, "is on the meta device, so it has lost its value")
-        if freed_tensors([(place.name, tensor)]):
+        if freed_storages("", [(place.name, tensor)]):
             self._refuse(place, "has lost its value, because its storage was freed (untyped_storage().resize_(0))")
         if tensor.shape != ours.shape or owned_dtype(tensor.dtype) != ours.dtype:
             self._refuse(place, f"now has shape {list(tensor.shape)} and dtype {tensor.dtype}")

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ....core.errors import ExportError
+from ....engine.torch_memory import dense_order
 from ..random_inputs import order_when_empty
 from .registry import Size, Value, decomposition, op, replacement, translation
 
@@ -110,14 +111,11 @@ def _as_strided_scatter(
     return flat.reshape(arranged.shape).permute([order.index(axis) for axis in range(input.dim())])
 
 
-def _memory_order(value: torch.Tensor) -> list[int]:
+def _memory_order(value: torch.Tensor) -> tuple[int, ...]:
     """Returns the dimensions from the slowest to the fastest in memory; the tensor must not have gaps."""
-    order = sorted(range(value.dim()), key=lambda axis: -int(value.stride()[axis]))
-    expected: Size = 1
-    for axis in reversed(order):
-        if value.shape[axis] != 1 and value.stride()[axis] != expected:
-            raise ExportError("as_strided() is not supported for a tensor that has gaps or overlaps itself")
-        expected = expected * value.shape[axis]
+    order = dense_order(value.shape, [int(stride) for stride in value.stride()])
+    if order is None:
+        raise ExportError("as_strided() is not supported for a tensor that has gaps or overlaps itself")
     return order
 
 

@@ -29,7 +29,7 @@ from ....engine.programs.operators import LIBRARY
 from ....engine.programs.program import GETITEM, LOOPS, Order
 from ....engine.programs.runner import deterministic_kernels
 from ..divide import needed_for, part_of
-from .values import Node, call, is_view, tensors_of
+from .values import Node, arguments_of, call, is_integer, is_view, tensors_of
 
 __all__ = ["LoopsEncoder", "divide_for_loops"]
 
@@ -151,18 +151,13 @@ def _indices(node: Node) -> list[Node]:
     """Returns the integers that say which elements an operator reads or writes."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return []
-    given = dict(zip((argument.name for argument in node.target._schema.arguments), node.args, strict=False))
-    found = [value for name in _PLACES for value in _listed(given.get(name))]
-    return [value for value in found if isinstance(value, Node) and _is_integer(value)]
+    arguments = arguments_of(node)
+    places = [value for name in _PLACES for value in _listed(arguments.get(name))]
+    return [value for value in places if isinstance(value, Node) and is_integer(value)]
 
 
 def _listed(value: Any) -> Sequence[Any]:
     return value if isinstance(value, (list, tuple)) else [value]
-
-
-def _is_integer(node: Node) -> bool:
-    value = node.meta["val"]
-    return isinstance(value, torch.Tensor) and not value.dtype.is_floating_point and value.dtype != torch.bool
 
 
 def _values_of(node: Node) -> Node:

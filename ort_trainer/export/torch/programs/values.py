@@ -1,4 +1,4 @@
-"""Properties of the values of a captured graph: which tensors are views, and their order in memory."""
+"""Properties of the values of a captured graph: what they are computed from, and how they lie in memory."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ from typing import Any
 import torch
 
 from ....core.errors import ExportError
+from ....engine.torch_memory import dense_order
 from ..explain import source_line
 from ..symbols import hint, number_of_elements
 
 __all__ = [
+    "arguments_of",
     "base_of",
     "call",
+    "is_integer",
     "is_tensor",
     "is_view",
     "memory_order",
@@ -25,6 +28,8 @@ __all__ = [
 ]
 
 Node = torch.fx.Node
+
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 def refuse(node: Node, why: str) -> ExportError:
@@ -51,6 +56,22 @@ def is_tensor(node: Node) -> bool:
     return isinstance(node.meta.get("val"), torch.Tensor)
 
 
+def is_integer(node: Node) -> bool:
+    """Returns whether a node's value is one tensor of integers; flags are none."""
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.dtype in _INTEGERS
+
+
+def arguments_of(node: Node) -> dict[str, Any]:
+    """Returns the arguments of an operator by name, including defaults."""
+    assert isinstance(node.target, torch._ops.OpOverload)
+    schema = node.target._schema.arguments
+    arguments = {argument.name: argument.default_value for argument in schema}
+    arguments.update(zip(arguments, node.args, strict=False))
+    arguments.update(node.kwargs)
+    return arguments
+
+
 def is_view(node: Node) -> bool:
     """Returns whether a node is a view of its first argument, which costs nothing wherever it is computed."""
     if node.target is operator.getitem:
@@ -75,15 +96,10 @@ def memory_order(value: torch.Tensor) -> tuple[int, ...] | None:
 
     That is so if it is already, or if it has gaps or elements that share memory.
     """
-    sizes, strides = [hint(size) for size in value.shape], [hint(stride) for stride in value.stride()]
-    order = sorted(range(len(sizes)), key=lambda axis: (-strides[axis], axis))
-    expected = 1
-    for axis in reversed(order):
-        if sizes[axis] != 1 and strides[axis] != expected:
-            return None
-        expected *= sizes[axis]
-    large = [axis for axis in order if sizes[axis] != 1]
-    return None if large == sorted(large) else tuple(order)
+    sizes = [hint(size) for size in value.shape]
+    order = dense_order(sizes, [hint(stride) for stride in value.stride()])
+    large = [axis for axis in order or () if sizes[axis] != 1]
+    return None if large == sorted(large) else order
 
 
 def same_sizes(mine: Sequence[int | torch.SymInt], others: Sequence[int | torch.SymInt]) -> bool:
