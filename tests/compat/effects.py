@@ -33,7 +33,7 @@ from ort_trainer import (
     optim,
 )
 
-from ..export.torch.test_recompute import DESC, Encoder, batches, onnx_layers
+from ..export.torch.graph.test_recompute import DESC, Encoder, batches, onnx_layers
 from ..helpers import MLP, mlp_batches, mlp_trainer
 
 RATE = "Learning_Rate"
@@ -441,12 +441,12 @@ def moments_of(properties: dict[str, Any], _: Path) -> float:
 
 def programs_of(properties: dict[str, Any], _: Path) -> set[str]:
     """Returns the programs that compute the step, which compute values again or keep them."""
-    return set(session_of(properties)._trainer.session.graphs(True)[0].programs.values())
+    return set(session_of(properties)._trainer.session.graphs(True)[0].programs.programs.values())
 
 
 def programs_of_layers(properties: dict[str, Any], _: Path) -> set[str]:
     session = session_of(properties, onnx_layers().SerializeToString())
-    return set(session._trainer.session.graphs(True)[0].programs.values())
+    return set(session._trainer.session.graphs(True)[0].programs.programs.values())
 
 
 def refused(properties: dict[str, Any], _: Path) -> str:

@@ -7,21 +7,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import astuple
+from typing import TYPE_CHECKING
 
-import onnx_ir as ir
 import torch
 from torch import nn
 
 from ...core.dims import symbols_of
 from ...core.errors import ExportError
 from ...options import ModelDescription
-from ...step import Dim, RandomInput, Step, TensorSpec, dtype_name
+from ...step import Dim, ProgramGraph, RandomInput, Step, TensorSpec, dtype_name
 from ...step.emitter import Names
 from ...step.origins import LOSS, Origins, Place
-from .differentiate import FlatGraph
-from .programs.build import program_model
-from .programs.padding import KEPT_PLACES
-from .step_module import ExportedStep
+from .capture.step_module import ExportedStep
+from .graph.differentiate import FlatGraph
+from .lower.programs.build import lower_step
+from .lower.programs.padding import KEPT_PLACES
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
 
 __all__ = ["assemble"]
 
@@ -83,21 +86,21 @@ def assemble(
     results += [(node, gradient_names[name]) for name, node in gradients.items()]
     results += [(node, update_names[name]) for name, node in found.buffer_updates.items()]
     results += [(node, name) for name, node in conditions.items()]
-    programs: Mapping[str, str] = {}
-    operators: Mapping[str, Sequence[Node | None]] = {}
+    programs: ProgramGraph | None = None
+    model: ir.Model | bytes = b""
+    operators: Mapping[str, Sequence[Node | None]]
     if for_kernels:
         compiled = step.kernels == "compiled"
         stage("compile" if compiled else "translate")
         unfetched = [place for place, (_, name) in enumerate(results) if name in step.unfetched]
         mask = next((node for node, entry in batch if entry.name == step.padding_mask), None)
-        made = program_model(found, inputs, results, batch, unfetched, compiled, mask)
-        model, programs, operators = made.model, made.programs, made.operators
+        programs, operators = lower_step(found, inputs, results, batch, unfetched, compiled, mask)
     else:
-        from .translate import to_onnx  # takes a second; PyTorch's kernels do not need it
+        from .lower.translate import to_onnx  # takes a second; PyTorch's kernels do not need it
 
         constants = found.constants
         model, operators = to_onnx(found.module, inputs, results, constants, step.opset, step.simplified, stage)
-    _set_shapes(model, {**shapes, **{entry.name: entry.shape for _, entry in batch}})
+        _set_shapes(model, {**shapes, **{entry.name: entry.shape for _, entry in batch}})
     guards, frozen = found.symbols.guards()
     _check_guards(guards)
     return Step(
@@ -126,6 +129,8 @@ def _set_shapes(model: ir.Model, described: Mapping[str, Sequence[int | str]]) -
 
     ONNX Runtime infers intermediate shapes itself; unknown names there would only cause warnings.
     """
+    import onnx_ir as ir
+
     for node in model.graph.all_nodes():
         for value in node.outputs:
             if value.shape is not None and not value.shape.is_static():

@@ -14,12 +14,12 @@ import torch
 
 from ...step import SIZES, RandomInput, Step, TensorSpec, dtype_name
 from ...step.emitter import Names
-from .call import ExportedCall
-from .differentiate import FlatGraph
-from .divide import Divided, Part, depends_on, divide, without
-from .programs.build import ProgramBuilder, add_sizes, sizes_of
-from .programs.rewrites import rewrite
-from .recompute import values_to_recompute
+from .capture.call import ExportedCall
+from .graph.differentiate import FlatGraph
+from .graph.divide import Divided, Part, depends_on, divide, without
+from .graph.recompute import values_to_recompute
+from .lower.programs.build import ProgramBuilder, add_sizes, sizes_of
+from .lower.programs.rewrites import rewrite
 
 __all__ = ["CallAssembler"]
 
@@ -198,18 +198,17 @@ class CallAssembler:
     ) -> Step:
         constants = {part.inputs[name]: value for name, value in self._constants.items() if name in part.inputs}
         if not self._for_kernels:
-            from .translate import to_onnx  # takes a second; PyTorch's kernels do not need it
+            from .lower.translate import to_onnx  # takes a second; PyTorch's kernels do not need it
 
             call = self._call
             model, _ = to_onnx(part.module, inputs, results, constants, call.opset, call.simplified, self._stage)
             step = dataclasses.replace(step, stored=model)
-        else:
-            saved = {name for name in self._kept.values() if name not in self._own_results}
-            ordered = {node for node, name in (*inputs, *results) if name in saved}
-            graph, symbols = part.module.graph, self._found.symbols
-            made = ProgramBuilder(graph, inputs, results, constants, symbols, sizes, ordered, self._compiled).build()
-            step = dataclasses.replace(step, stored=made.model, programs=made.programs)
-        return dataclasses.replace(step, stored=step.serialized())
+            return dataclasses.replace(step, stored=step.serialized())
+        saved = {name for name in self._kept.values() if name not in self._own_results}
+        ordered = {node for node, name in (*inputs, *results) if name in saved}
+        graph, symbols = part.module.graph, self._found.symbols
+        builder = ProgramBuilder(graph, inputs, results, constants, symbols, sizes, ordered, self._compiled)
+        return dataclasses.replace(step, programs=builder.build())
 
 
 def _named(nodes: Sequence[Node | None], names: Sequence[str]) -> Named:

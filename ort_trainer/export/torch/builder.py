@@ -21,14 +21,14 @@ from ...core.errors import IdleOptionError
 from ...engine.ort import preload
 from ...step import Step
 from ..cache import Export, export_cache
-from .answers import answers_of
-from .borrow import BORROWED, borrowed
-from .branches import ValuesAsked
-from .eager import EagerStep, random_state_kept, run_eagerly
-from .isolation import can_differentiate, can_isolate, run_in_child
+from .capture.answers import answers_of
+from .capture.borrow import BORROWED, borrowed
+from .capture.branches import ValuesAsked
+from .capture.eager import EagerStep, random_state_kept, run_eagerly
+from .capture.isolation import can_differentiate, can_isolate, run_in_child
+from .capture.step_module import ExportedStep, StepModule
+from .capture.torch_versions import is_tested
 from .outside.notes import Notes
-from .step_module import ExportedStep, StepModule
-from .torch_versions import is_tested
 
 if TYPE_CHECKING:
     import onnx

@@ -27,20 +27,20 @@ from ...core.errors import ExportError
 from ...engine.torch_memory import in_order, order_of
 from ...step import Step
 from ..cache import Export, ExportCache, violated
-from .borrow import borrowed, quiet
-from .branches import ValuesAsked
-from .call import ExportedCall
-from .capture import Capture, capture
-from .explain import forward_line, may_be_sizes
-from .fingerprint import NoFingerprint, fingerprint
-from .index_ranges import find_index_ranges, reads_values
+from .capture.borrow import borrowed, quiet
+from .capture.branches import ValuesAsked
+from .capture.call import ExportedCall
+from .capture.capture import Capture, capture
+from .capture.fingerprint import NoFingerprint, fingerprint
+from .capture.index_ranges import find_index_ranges, reads_values
+from .capture.step_module import ExportedStep
+from .fx.explain import forward_line, may_be_sizes
+from .fx.symbols import remembered_sizes
 from .outside.places import Place, read
 from .outside.recorder import Recorder
-from .step_module import ExportedStep
-from .symbols import remembered_sizes
 
 if TYPE_CHECKING:
-    from .differentiate import FlatGraph
+    from .graph.differentiate import FlatGraph
 
 __all__ = ["export"]
 
@@ -121,8 +121,8 @@ class _Exporter:
                 f"torch.no_grad(), or from detached tensors?\n  {forward_line(step.model)}"
             )
         from .assemble import assemble  # these take seconds and 100 MB; a cached graph does not need them
-        from .random_inputs import Draws, lift_random_numbers
-        from .recompute import apply_recompute, asks_for_recomputation
+        from .graph.random_inputs import Draws, lift_random_numbers
+        from .graph.recompute import apply_recompute, asks_for_recomputation
 
         draws = Draws(step.fast_random, self._for_kernels)
         with graph.following():
@@ -144,7 +144,8 @@ class _Exporter:
         else:
             made = assemble(step, graph, random, self._for_kernels, self._stage)
         reasons = {symbol: self._held.get(symbol) or graph.symbols.reason(symbol) for symbol in made.fixed}
-        made = dataclasses.replace(made, stored=made.serialized())
+        if made.programs is None:
+            made = dataclasses.replace(made, stored=made.serialized())
         return self._noted(self._kept(Export(made, reasons, backward=backward)))
 
     def _noted(self, made: Export) -> Export:
@@ -183,7 +184,7 @@ class _Exporter:
                 if known is not None:
                     return known
                 self._stage("differentiate")
-                from .differentiate import differentiate  # takes seconds; a cached graph does not need it
+                from .graph.differentiate import differentiate  # takes seconds; a cached graph does not need it
 
                 # Before operators are replaced. Indices of a call may be computed; the kernels check them.
                 described = None if isinstance(self._step, ExportedCall) else self._step.description

@@ -19,11 +19,11 @@ from ...options import ModelDescription, ORTTrainerOptions
 from ...options.trainer_options import MINIMUM_OPSET
 from ..model_source import Builder, Layouts, Memory, ModelSource, Named, autocast_dtype, check_names
 from ..nested import Layout
-from .borrow import BORROWED
 from .builder import GraphBuilder
-from .describe import describe, name_sample
+from .capture.borrow import BORROWED
+from .capture.describe import describe, name_sample
+from .capture.step_module import ExportedStep, LossFunction, RecomputeOptions, canonical_names, check_signature
 from .guard import Guard
-from .step_module import ExportedStep, LossFunction, RecomputeOptions, canonical_names, check_signature
 
 __all__ = ["TorchSource", "recompute_options"]
 

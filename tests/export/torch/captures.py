@@ -6,13 +6,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from ort_trainer.export.torch.capture.capture.capture.borrow import borrowed
+from ort_trainer.export.torch.capture.capture.capture.capture import capture
+from ort_trainer.export.torch.capture.capture.capture.step_module import StepModule
 from torch import nn
 
 from ort_trainer.export.torch import ExportedStep
-from ort_trainer.export.torch.borrow import borrowed
-from ort_trainer.export.torch.capture import capture
-from ort_trainer.export.torch.differentiate import FlatGraph, differentiate
-from ort_trainer.export.torch.step_module import StepModule
+from ort_trainer.export.torch.graph.differentiate import FlatGraph, differentiate
 from ort_trainer.options import ModelDescription
 
 
