@@ -112,9 +112,9 @@ def test_only_compat_uses_the_package_from_outside() -> None:
 @pytest.mark.parametrize(
     ("library", "places"),
     [
-        ("torch.onnx", {"export/torch/lower/translate.py"}),
+        ("torch.onnx", {"export/torch/lower/onnx/translate.py"}),
         ("torch._functorch", {"export/torch/graph/differentiate.py"}),
-        ("torch.export", {"export/torch/lower/translate.py"}),
+        ("torch.export", {"export/torch/lower/onnx/translate.py"}),
         ("onnxruntime", {"engine/ort.py"}),
         ("xxhash", {"core/sealed.py"}),
         ("cerberus", {"options/schema.py"}),
@@ -213,7 +213,7 @@ def test_a_capture_does_not_import_the_translator() -> None:
         from ort_trainer.export.torch.graph import differentiate, random_inputs
         from ort_trainer.export.torch.operators import registry
         assert registry.composites() and registry.replacements() and registry.random_operators()
-        print([m for m in ('ort_trainer.export.torch.lower.translate', 'onnxscript') if m in sys.modules])
+        print([m for m in ('ort_trainer.export.torch.lower.onnx.translate', 'onnxscript') if m in sys.modules])
     """
     assert run(program) == "[]"
 

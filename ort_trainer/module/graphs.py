@@ -27,6 +27,7 @@ from ..export.torch.capture.describe import input_shapes
 from ..export.torch.capture.step_module import canonical_names
 from ..export.torch.guard import ModelChangedError, ModelWatch
 from ..export.torch.guard.reads import Reads, Root
+from ..export.torch.lower.kinds import choose
 from ..export.torch.model import recompute_options
 from ..export.torch.outside.leftovers import decode, encode
 from ..export.torch.outside.notes import Notes
@@ -360,12 +361,11 @@ class CallGraphs:
         return lambda tensors: rebuild(layout, dict(zip(named, tensors, strict=True)))
 
     def _kernels(self, device: torch.device) -> str:
-        chosen = self._options.utils.kernels
-        if device.type == "cpu":
-            return chosen
-        if chosen in ("pytorch", "compiled"):
-            raise OptionError(f"utils.kernels is {chosen!r}, but the module is not on the CPU: set it to 'auto'")
-        return "onnxruntime"
+        name = self._options.utils.kernels
+        usable, _ = choose(name, lambda kernels: kernels.objection(device))
+        if not usable:
+            raise OptionError(f"utils.kernels is {name!r}, but the module is not on the CPU: set it to 'auto'")
+        return usable
 
     def _load(self, step: Step, memory: TorchMemory) -> GraphRunner:
         options, deterministic = self._options, self._options.debug.deterministic_compute

@@ -25,7 +25,8 @@ from .fx.values import base_of, is_tensor, memory_order
 from .fx.view_writes import refuse_sums_over_windows
 from .graph.differentiate import lift_attributes
 from .graph.divide import needed_for, part_of
-from .lower.programs.build import ProgramBuilder, add_sizes
+from .graph.named_graph import NamedGraph, add_sizes
+from .lower.programs.build import ProgramBuilder
 from .lower.programs.rewrites import rewrite
 from .operators.indexing import dense_embedding, dense_embedding_bag
 
@@ -127,7 +128,8 @@ class _Lowered:
             named.append((source, SIZES))
             specs.append(TensorSpec(SIZES, "float32", None))
         outputs = [(node, f"output_{at}") for at, node in enumerate(tensors)]
-        programs = ProgramBuilder(graph, named, outputs, constants, symbols, sizes, list(tensors)).build()
+        lowered = NamedGraph(module, named, outputs, constants, symbols, sizes, ordered=list(tensors))
+        programs = ProgramBuilder(lowered).build()
         step = Step(
             kind="forward",
             inputs=tuple(specs),

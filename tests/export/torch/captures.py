@@ -12,7 +12,9 @@ from ort_trainer.export.torch.capture.capture.capture.step_module import StepMod
 from torch import nn
 
 from ort_trainer.export.torch import ExportedStep
-from ort_trainer.export.torch.graph.differentiate import FlatGraph, differentiate
+from ort_trainer.export.torch.graph.differentiate import differentiate
+from ort_trainer.export.torch.graph.flat_graph import FlatGraph
+from ort_trainer.export.torch.lower.kinds import ONNX_RUNTIME
 from ort_trainer.options import ModelDescription
 
 
@@ -31,4 +33,4 @@ def captured(
     with borrowed(module, {f"model.{name}" for name in trainable} if training else set(), training, None):
         inputs = step.description.inputs
         program = capture(module, inputs, sample, step.autocast_for(sample))
-        return differentiate(program, module, inputs, step.autocast_for(sample))
+        return differentiate(program, module, inputs, step.autocast_for(sample), ONNX_RUNTIME)

@@ -19,8 +19,7 @@ import functools
 import hashlib
 import importlib.metadata
 import platform
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import sympy
@@ -29,7 +28,6 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ....engine.ort import engine_identity
-from ....engine.programs.halves import slow_halves
 from ...cache import SOURCES_AT_IMPORT, hash_of_sources
 from ..fx.symbols import is_choice_of_library
 from ..operators.registry import is_extended
@@ -54,7 +52,9 @@ class NoFingerprint(Exception):
     """The program has a part that can't be serialized completely."""
 
 
-def fingerprint(captured: Capture, module: StepModule, step: ExportedStep, training: bool) -> str:
+def fingerprint(
+    captured: Capture, module: StepModule, step: ExportedStep, training: bool, kernels: Iterable[str] = ()
+) -> str:
     """Returns the key of a graph: 64 hexadecimal digits.
 
     Args:
@@ -62,6 +62,7 @@ def fingerprint(captured: Capture, module: StepModule, step: ExportedStep, train
         module: The captured module, unchanged since the capture.
         step: What is exported.
         training: Whether the graph has the backward pass.
+        kernels: What the kernels add to the key.
 
     Raises:
         NoFingerprint: If the graph depends on something that can't be serialized.
@@ -76,6 +77,7 @@ def fingerprint(captured: Capture, module: StepModule, step: ExportedStep, train
     for line in (
         *_environment(),
         *_step(step, training, [value.device for value in captured.inputs]),
+        *(f"kernels {key}" for key in kernels),
         *_tensors(captured, module),
         *_sizes(captured),
         *_graph_module(captured.exported.graph_module),
@@ -120,25 +122,13 @@ def _step(step: ExportedStep, training: bool, device: Sequence[torch.device]) ->
     yield f"{type(step).__name__} training {training} device {device}"
     yield f"trainable {sorted(step.trainable)} unfetched {sorted(step.unfetched)} padding {step.padding_mask}"
     yield f"options {step.autocast} {step.opset} {step.simplified} {_value(step.recompute)}"
-    yield f"options {step.kernels} {step.fast_random} slow {slow_halves()}"
-    if step.kernels == "compiled":
-        yield f"processor {_processor()}"
+    yield f"options {step.kernels} {step.fast_random}"
     yield f"description {_value(step.description.to_dict())} {step.description.has_open_outputs}"
     yield f"canonical {canonical_names(step.model)}"
     # The classes of all modules determine which layers are recomputed.
     for name, part in step.model.named_modules(remove_duplicate=False):
         kinds = [kind for kind in (nn.ModuleList, nn.Sequential) if isinstance(part, kind)]
         yield f"module {name!r} {_class(type(part))} {kinds} {part.training}"
-
-
-@functools.cache
-def _processor() -> str:
-    """Returns what compiled loops require of the processor, whose own instructions they use."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:  # not Linux
-        return platform.processor()
-    return "\n".join(dict.fromkeys(line for line in lines if line.startswith(("model name", "flags", "Features"))))
 
 
 def _tensors(captured: Capture, module: StepModule) -> Iterator[str]:

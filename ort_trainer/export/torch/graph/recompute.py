@@ -35,7 +35,7 @@ from ..capture.capture import CHECKPOINT
 from ..capture.step_module import RecomputeOptions
 from ..fx.symbols import size_in_bytes
 from ..fx.values import is_tensor
-from .differentiate import FlatGraph
+from .flat_graph import FlatGraph
 
 __all__ = ["AFTER", "apply_recompute", "asks_for_recomputation", "values_to_recompute"]
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ort_trainer.core.errors import ExportError
-from ort_trainer.export.torch.graph.differentiate import FlatGraph
+from ort_trainer.export.torch.graph.flat_graph import FlatGraph
 
 from ..captures import captured
 

@@ -14,7 +14,7 @@ from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from ort_trainer import ExportError, optim
-from ort_trainer.export.torch.lower.loops import divide_for_loops
+from ort_trainer.export.torch.lower.loops.compile import divide_for_loops
 
 from ....helpers import mlp_batches, mlp_trainer
 

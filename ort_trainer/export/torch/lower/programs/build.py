@@ -2,129 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 import torch
 
-from .....core.errors import ExportError
+from .....engine.programs import Program
 from .....engine.programs.program import Order
-from .....engine.torch_memory import shaped
-from .....options import InputDescription
-from .....step import SIZES, ProgramGraph, dtype_name
+from .....step import ProgramGraph, dtype_name
 from .....step.emitter import Names
 from .....step.program_graph import Constant, ProgramCall
-from ...fx.symbols import SymbolNames
-from ...fx.values import Node, base_of, memory_order, tensors_of
-from ...graph.differentiate import FlatGraph
-from ...graph.divide import needed_for
+from ...fx.values import Node, base_of, memory_order
+from ...graph.named_graph import NamedGraph
 from .encode import Encoder
-from .masks import open_masks
-from .padding import remove_padding
 from .partition import partition, used_by
-from .rewrites import rewrite
 
-if TYPE_CHECKING:
-    from ..loops import LoopsEncoder
-
-__all__ = ["ProgramBuilder", "add_sizes", "lower_step", "sizes_of"]
-
-aten = torch.ops.aten
-Named = Sequence[tuple[Node, str]]
-Sizes = Mapping[str, tuple[Node, int]]
+__all__ = ["ProgramBuilder", "WritesProgram"]
 
 
-def lower_step(
-    found: FlatGraph,
-    inputs: Named,
-    results: Named,
-    batch: Sequence[tuple[Node, InputDescription]],
-    unfetched: Collection[int] = (),
-    compiled: bool = False,
-    mask: Node | None = None,
-) -> tuple[ProgramGraph, Mapping[str, Sequence[Node | None]]]:
-    """Returns the programs that compute a captured step, and the operators of each of their nodes.
+class WritesProgram(Protocol):
+    """Writes one program.
 
-    Args:
-        found: The captured step, which is modified.
-        inputs: Placeholders with the names of the graph's inputs, in order.
-        results: Nodes with the names of the graph's outputs, in order.
-        batch: The placeholders of the batch with their descriptions, from which symbolic sizes can be read.
-        unfetched: Places of results that are probably not fetched.
-        compiled: Whether to compile what lies between PyTorch's kernels to loops.
-        mask: The input that says which places are padded, to leave them out; or None.
-
-    Raises:
-        ExportError: If a program can't run an operator of the graph, or it can't be compiled.
+    Attributes:
+        inputs: The nodes that the program takes.
+        operators: The node that each of its steps computes; None for many.
     """
-    graph = found.module.graph
-    for node, name in inputs:
-        if node in found.state and node.meta["val"].dtype == torch.bfloat16:
-            raise ExportError(f"{name!r} is bfloat16, which graphs of PyTorch's kernels don't take")
-    _widen_interface(graph, [node for node, _ in inputs])
-    (end,) = graph.find_nodes(op="output")
-    end.args = (tuple(_widened(node, end) for node, _ in results),)
-    found.read_sizes_from_batch()
-    sizes = dict(sizes_of((node, entry.shape) for node, entry in batch))
-    if mask is not None:
-        open_masks(graph)
-        seeds = [node for node, _ in inputs if node not in found.batch]
-        sizes |= remove_padding(graph, found.symbols, mask, seeds)
-    rewrite(graph, compiled, unfetched=unfetched)
-    results = [(node, name) for node, (_, name) in zip(end.args[0], results, strict=True)]
-    indices = {entry.input for entry in found.index_ranges}
-    checked = [node for node, name in inputs if name in indices]
-    builder = ProgramBuilder(
-        graph, inputs, results, found.constants, found.symbols, sizes, (), compiled, unfetched, checked
-    )
-    return builder.build(), builder.operators
 
+    inputs: list[Node]
+    operators: list[Node | None]
 
-def sizes_of(batch: Iterable[tuple[Node, Sequence[int | str]]]) -> Sizes:
-    """Returns where the symbolic sizes of inputs can be read: size -> an input and an axis that have it.
-
-    Args:
-        batch: Inputs with their described shapes.
-    """
-    found: dict[str, tuple[Node, int]] = {}
-    for node, shape in batch:
-        for axis, size in enumerate(shape):
-            if isinstance(size, str):
-                found.setdefault(size, (node, axis))
-    return found
-
-
-def add_sizes(graph: torch.fx.Graph, sizes: Mapping[str, int | torch.SymInt]) -> tuple[Node, Sizes]:
-    """Adds the input :data:`~ort_trainer.step.SIZES`; returns it, and the axis that has each of the sizes."""
-    with graph.inserting_before(next(iter(graph.nodes))):
-        node = graph.placeholder(SIZES)
-    with next(value for other in graph.nodes for value in tensors_of(other)).fake_mode:  # type: ignore[attr-defined]
-        node.meta["val"] = shaped(sizes.values())
-    return node, {name: (node, axis) for axis, name in enumerate(sizes, 1)}
-
-
-def _widen_interface(graph: torch.fx.Graph, inputs: Sequence[Node]) -> None:
-    """Makes bfloat16 inputs fp32 and casts them back: runs on both kinds of kernels take and return NumPy's dtypes."""
-    (first, *_) = (node for node in graph.nodes if node.op != "placeholder")
-    for node in inputs:
-        if node.meta["val"].dtype == torch.bfloat16:
-            with graph.inserting_before(first):
-                narrow = graph.call_function(aten._to_copy.default, (node,), {"dtype": torch.bfloat16})
-            narrow.meta.update(node.meta)
-            node.replace_all_uses_with(narrow)
-            narrow.args = (node,)
-            node.meta["val"] = node.meta["val"].float()
-
-
-def _widened(result: Node, end: Node) -> Node:
-    """Returns a result, or its fp32 copy if it is bfloat16."""
-    if result.meta["val"].dtype != torch.bfloat16:
-        return result
-    with end.graph.inserting_before(end):
-        wide = end.graph.call_function(aten._to_copy.default, (result,), {"dtype": torch.float32})
-    wide.meta.update(result.meta)
-    wide.meta["val"] = result.meta["val"].float()
-    return wide
+    def write(self, nodes: Sequence[Node], results: Sequence[Node]) -> Program:
+        """Returns the program of some operators."""
 
 
 class ProgramBuilder:
@@ -132,15 +40,6 @@ class ProgramBuilder:
 
     Args:
         graph: The graph.
-        inputs: Placeholders with the names of the graph's inputs, in order.
-        results: Nodes with the names of the graph's outputs, in order.
-        constants: Placeholder -> value, for constants.
-        symbols: The symbolic sizes.
-        sizes: Symbolic size -> an input and an axis that have it.
-        ordered: The inputs and results that keep their order in memory; others are contiguous.
-        compiled: Whether to compile what lies between PyTorch's kernels to loops.
-        unfetched: Places of results that are probably not fetched.
-        checked: The inputs that the caller checks before a run, where they are indices.
 
     Attributes:
         operators: Name of a node -> the operator that each step of its program computes; None if it computes many.
@@ -149,36 +48,13 @@ class ProgramBuilder:
         ExportError: If a program can't run an operator of the graph.
     """
 
-    def __init__(
-        self,
-        graph: torch.fx.Graph,
-        inputs: Named,
-        results: Named,
-        constants: Mapping[Node, torch.Tensor],
-        symbols: SymbolNames,
-        sizes: Sizes,
-        ordered: Collection[Node] = (),
-        compiled: bool = False,
-        unfetched: Collection[int] = (),
-        checked: Collection[Node] = (),
-    ) -> None:
-        self._inputs, self._results, self._constants = inputs, results, constants
-        self._symbols, self._sizes, self._ordered = symbols, sizes, ordered
-        self._graph = graph
-        self._programs = partition(graph)
-        self._loops: set[Node] = set()  # the operators that are compiled
-        if compiled:
-            from ..loops import divide_for_loops  # Inductor takes half a second
-
-            needed = needed_for(node for place, (node, _) in enumerate(results) if place not in unfetched)
-            nodes = [node for program in self._programs for node in program]
-            divided = divide_for_loops(nodes, {node for node in nodes if node not in needed}, checked)
-            self._programs = [program for program, _ in divided]
-            self._loops = {node for program, of_loops in divided if of_loops for node in program}
-        self._names = Names([name for _, name in (*inputs, *results)])
+    def __init__(self, graph: NamedGraph) -> None:
+        self._named, self._graph = graph, graph.module.graph
+        self._programs = self._divided()
+        self._names = Names([name for _, name in (*graph.inputs, *graph.results)])
         self._values: dict[Node, str] = {}
         self._orders: dict[Node, Order] = {
-            node: memory_order(node.meta["val"]) for node, _ in inputs if node in ordered
+            node: memory_order(node.meta["val"]) for node, _ in graph.inputs if node in graph.ordered
         }
         self.operators: dict[str, Sequence[Node | None]] = {}
         self._texts: dict[str, str] = {}  # key of a program -> program
@@ -187,16 +63,16 @@ class ProgramBuilder:
 
     def build(self) -> ProgramGraph:
         """Returns the graph."""
-        self._values.update(self._inputs)
+        self._values.update(self._named.inputs)
         constants: dict[str, Constant] = {}
-        for node, tensor in self._constants.items():
+        for node, tensor in self._named.constants.items():
             name = self._values[node] = self._names.unique(node.name)
             constants[name] = _constant(tensor)
         results = self._assign_results()
         for program, out in zip(self._programs, self._coming_out(results), strict=True):
             if out:  # a program of views alone has none: who reads a view computes it
                 self._add(program, out, results)
-        for node, name in self._results:
+        for node, name in self._named.results:
             if name not in self._returned:  # no program returns it: it is an input, a view of one, or a duplicate
                 self._add([], [node], {node: name})
         return ProgramGraph(self._texts, tuple(self._calls), constants)
@@ -205,7 +81,7 @@ class ProgramBuilder:
         """Returns the nodes that a program returns as an output of the model, each under one name."""
         produced = {node for program in self._programs for node in program}
         found: dict[Node, str] = {}
-        for node, name in self._results:
+        for node, name in self._named.results:
             if node not in found and base_of(node) in produced:
                 found[node] = name
         return found
@@ -213,7 +89,7 @@ class ProgramBuilder:
     def _coming_out(self, results: Mapping[Node, str]) -> list[list[Node]]:
         """Returns what each program returns to later ones or to the caller, which may be views of what it computes."""
         # A result with a second name (the gradient of two biases that are added) is copied after all programs.
-        later = {base_of(node) for node, name in self._results if results.get(node) != name}
+        later = {base_of(node) for node, name in self._named.results if results.get(node) != name}
         found: list[list[Node]] = []
         for program in reversed(self._programs):
             within = set(program)
@@ -225,7 +101,7 @@ class ProgramBuilder:
     def _add(self, nodes: Sequence[Node], results: Sequence[Node], names: Mapping[Node, str]) -> None:
         """Adds the node of a program."""
         for node in results:
-            keeps = node not in names or node in self._ordered
+            keeps = node not in names or node in self._named.ordered
             self._orders[node] = memory_order(node.meta["val"]) if keeps else None
         encoder = self._encoder(nodes)
         program = encoder.write(nodes, results)
@@ -239,12 +115,13 @@ class ProgramBuilder:
             self._values.setdefault(node, output)
         self._returned.update(outputs)
 
-    def _encoder(self, nodes: Sequence[Node]) -> Encoder | LoopsEncoder:
-        if self._loops.isdisjoint(nodes):
-            return Encoder(self._symbols, self._sizes, self._orders)
-        from ..loops import LoopsEncoder
+    def _divided(self) -> list[list[Node]]:
+        """Returns the operators of each program, in order."""
+        return partition(self._graph)
 
-        return LoopsEncoder(self._graph, self._sizes, self._orders, self._values)
+    def _encoder(self, nodes: Sequence[Node]) -> WritesProgram:
+        """Returns what writes the program of some operators."""
+        return Encoder(self._named.symbols, self._named.sizes, self._orders)
 
 
 def _constant(tensor: torch.Tensor) -> Constant:

@@ -43,7 +43,7 @@ class Encoder:
     ) -> None:
         self._symbols, self._sizes, self._orders = symbols, sizes, orders
         self.inputs: list[Node] = []
-        self.operators: list[Node] = []
+        self.operators: list[Node | None] = []
         self._program = Program()
         self._places: dict[Node, dict[str, int]] = {}
         self._done: set[Node] = set()

@@ -21,15 +21,15 @@ from unittest import mock
 import torch
 import torch._inductor.decomposition
 
-from ....core.atomic import temporary_folder
-from ....core.errors import ExportError
-from ....engine.programs import Program
-from ....engine.programs.loops import encode
-from ....engine.programs.operators import LIBRARY
-from ....engine.programs.program import GETITEM, LOOPS, Order
-from ....engine.programs.runner import deterministic_kernels
-from ..fx.values import Node, arguments_of, call, is_integer, is_view, tensors_of
-from ..graph.divide import needed_for, part_of
+from .....core.atomic import temporary_folder
+from .....core.errors import ExportError
+from .....engine.programs import Program
+from .....engine.programs.loops import encode
+from .....engine.programs.operators import LIBRARY
+from .....engine.programs.program import GETITEM, LOOPS, Order
+from .....engine.programs.runner import deterministic_kernels
+from ...fx.values import Node, arguments_of, call, is_integer, is_view, tensors_of
+from ...graph.divide import needed_for, part_of
 
 __all__ = ["LoopsEncoder", "divide_for_loops"]
 

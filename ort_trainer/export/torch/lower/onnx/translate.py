@@ -33,15 +33,15 @@ from torch.fx.node import map_arg
 from torch.onnx._internal.exporter import _core, _fx_passes, _registration
 from torch.utils import _pytree as pytree
 
-from ....core.errors import ExportError
-from ....engine.kernels import FitToKernelsPass, WidenInterfacePass
-from ....step.emitter import Names
-from ....step.simplify import SimplifyPass, convert_opset
-from ..capture.borrow import quiet
-from ..fx.explain import line_of_trace, source_line, way_out
-from ..fx.values import arguments_of
-from ..operators.execution_order import lower_after
-from ..operators.registry import Operator, decompositions, revision, translations
+from .....core.errors import ExportError
+from .....engine.kernels import FitToKernelsPass, WidenInterfacePass
+from .....step.emitter import Names
+from .....step.simplify import SimplifyPass, convert_opset
+from ...capture.borrow import quiet
+from ...fx.explain import line_of_trace, source_line, way_out
+from ...fx.values import arguments_of
+from ...operators.execution_order import lower_after
+from ...operators.registry import Operator, decompositions, revision, translations
 
 __all__ = ["decomposition_table", "to_onnx"]
 
