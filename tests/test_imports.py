@@ -49,6 +49,19 @@ ALLOWED = {
 }
 
 
+def test_kinds_of_kernels_are_compared_in_one_place() -> None:
+    """What differs between them is a method of ``graph/kernels.py``."""
+    names = {"pytorch", "compiled", "onnxruntime"}
+    for path in FILES:
+        if path.is_relative_to(PACKAGE / "export" / "torch" / "lower"):
+            continue
+        for node in ast.walk(tree(path)):
+            sides = [node.left, *node.comparators] if isinstance(node, ast.Compare) else []
+            strings = {each.value for side in sides for each in ast.walk(side) if isinstance(each, ast.Constant)}
+            about_kernels = any("kernels" in ast.unparse(side) for side in sides)
+            assert not (about_kernels and strings & names), f"{path}:{node.lineno}"
+
+
 def test_every_room_is_listed() -> None:
     assert {room(path) for path in FILES} == set(ALLOWED)
 

@@ -32,6 +32,7 @@ from ort_trainer import (
     amp,
     optim,
 )
+from ort_trainer.train.onnx_files import onnx_model
 
 from ..export.torch.graph.test_recompute import DESC, Encoder, batches, onnx_layers
 from ..helpers import MLP, mlp_batches, mlp_trainer
@@ -364,7 +365,7 @@ def exported() -> bytes:
     nn.init.constant_(model.fc2.bias, 0.25)
     trainer = mlp_trainer(model=model)
     trainer.prepare(mlp_batches(1)[0])
-    return bytes(trainer.loop.onnx_model(["loss", "logits"]).SerializeToString())
+    return bytes(onnx_model(trainer.loop, ["loss", "logits"]).SerializeToString())
 
 
 def onnx_file(folder: Path) -> Path:
