@@ -22,9 +22,10 @@ from .options import ModelDescription, OptionsDict, ORTTrainerOptions
 from .profiling import Profile
 from .state import PathOrFile, load_checkpoint_file, save_checkpoint_file
 from .state.state_dict import to_state_dict
-from .train import state
+from .train import state, tensors
 from .train.learning_rates import Schedule
 from .train.loop import TrainingLoop
+from .train.onnx_files import save_onnx
 from .train.strategy import Arrival
 from .train.transaction import in_transaction
 from .train.two_step import TwoStepSession
@@ -335,7 +336,7 @@ class ORTTrainer:
             ValueError: If the path is empty.
             FileNotFoundError: If the folder does not exist.
         """
-        self._loop.save_onnx(path, self.model_desc.output_names)
+        save_onnx(self._loop, path, self.model_desc.output_names)
 
     @in_transaction
     def export_for_inference(self, path: str | os.PathLike[str], output_names: Sequence[str] | None = None) -> None:
@@ -354,7 +355,7 @@ class ORTTrainer:
             RuntimeError, FileNotFoundError: As :meth:`save_as_onnx`.
         """
         names = self.model_desc.inference_names(output_names)
-        self._loop.save_onnx(path, names, for_inference=True)
+        save_onnx(self._loop, path, names, for_inference=True)
 
     @in_transaction
     def export_artifacts(
@@ -484,7 +485,7 @@ class ORTTrainer:
         Raises:
             ValueError: If the model has no such parameter.
         """
-        return self._loop.get_parameter(name)
+        return tensors.get_parameter(self._loop, name)
 
     @in_transaction
     def set_parameter(self, name: str, value: Any) -> None:
@@ -495,7 +496,7 @@ class ORTTrainer:
         Raises:
             TypeError, ValueError: If the model has no such parameter, or shape or dtype differ.
         """
-        self._loop.set_parameter(name, value)
+        tensors.set_parameter(self._loop, name, value)
 
     @in_transaction
     def get_gradient(self, name: str) -> torch.Tensor | None:
@@ -510,7 +511,7 @@ class ORTTrainer:
         Raises:
             ValueError: If the model has no such parameter.
         """
-        return self._loop.get_gradient(name)
+        return tensors.get_gradient(self._loop, name)
 
     @in_transaction
     def set_gradient(self, name: str, value: Any) -> None:
@@ -522,7 +523,7 @@ class ORTTrainer:
             RuntimeError: If the window has no micro-batch yet: the first one would overwrite the gradient.
             TypeError, ValueError: If the parameter is unknown or not trained, or shape or dtype differ.
         """
-        self._loop.set_gradient(name, value)
+        tensors.set_gradient(self._loop, name, value)
 
     @in_transaction
     def state_dict(self, pytorch_format: bool = False) -> dict[str, Any]:

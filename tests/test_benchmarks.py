@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[1]
-REWRITES = ROOT / "ort_trainer" / "export" / "torch" / "programs" / "rewrites"
+REWRITES = ROOT / "ort_trainer" / "export" / "torch" / "lower" / "programs" / "rewrites"
 
 
 @pytest.fixture(autouse=True)
@@ -25,7 +25,7 @@ def _path(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def rewrites() -> Iterator[ModuleType]:
     """Yields the script, and restores the package's modules after it has disabled something."""
-    kernels = "ort_trainer.export.torch.programs"
+    kernels = "ort_trainer.export.torch.lower.programs"
     names = (f"{kernels}.rewrites", f"{kernels}.encode", "ort_trainer.engine.programs.runner")
     modules = [importlib.import_module(name) for name in names]
     known = [dict(vars(module)) for module in modules]
@@ -45,7 +45,7 @@ def test_every_lever_can_be_switched_off(rewrites: ModuleType) -> None:
         assert (lever.switch_off is None) == bool(lever.utils)
         if lever.switch_off is not None:
             lever.switch_off()
-    package = importlib.import_module("ort_trainer.export.torch.programs.rewrites")
+    package = importlib.import_module("ort_trainer.export.torch.lower.programs.rewrites")
     assert package._REWRITES == ()
 
 

@@ -12,6 +12,7 @@ import pytest
 from ort_trainer.export import cache
 
 from .harness.import_map import FILES, PACKAGE, circular, closure, room, rooms_imported, tree
+from .harness.import_map import imported as files_imported
 
 # Every room, with the rooms that it may import from: those upstream in the data flow.
 ALLOWED = {
@@ -48,6 +49,19 @@ ALLOWED = {
 }
 
 
+def test_kinds_of_kernels_are_compared_in_one_place() -> None:
+    """What differs between them is a method of ``graph/kernels.py``."""
+    names = {"pytorch", "compiled", "onnxruntime"}
+    for path in FILES:
+        if path.is_relative_to(PACKAGE / "export" / "torch" / "lower"):
+            continue
+        for node in ast.walk(tree(path)):
+            sides = [node.left, *node.comparators] if isinstance(node, ast.Compare) else []
+            strings = {each.value for side in sides for each in ast.walk(side) if isinstance(each, ast.Constant)}
+            about_kernels = any("kernels" in ast.unparse(side) for side in sides)
+            assert not (about_kernels and strings & names), f"{path}:{node.lineno}"
+
+
 def test_every_room_is_listed() -> None:
     assert {room(path) for path in FILES} == set(ALLOWED)
 
@@ -65,6 +79,38 @@ def test_no_room_depends_on_itself_through_others() -> None:
     assert {name for name, rooms in known.items() if name in rooms} == set()
 
 
+# The floors of export/torch, lowest first; a floor imports only those below. A stage is a folder or a file.
+FLOORS = (
+    {"fx", "operators/registry.py", "differences.py"},
+    {"outside"},
+    {"capture"},
+    {"guard", "graph"},
+    {"operators", "lower"},
+    {"assemble.py", "assemble_call.py", "dynamo.py"},
+    {"export.py"},
+    {"self_check.py"},
+    {"builder.py"},
+    {"model.py", "__init__.py"},
+)
+
+
+def floor(path: Path) -> int:
+    """Returns the floor of a file of export/torch."""
+    name = path.relative_to(PACKAGE / "export" / "torch")
+    own = next((at for at, names in enumerate(FLOORS) if str(name) in names), None)
+    return next(at for at, names in enumerate(FLOORS) if name.parts[0] in names) if own is None else own
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in FILES if path.is_relative_to(PACKAGE / "export" / "torch")], ids=lambda p: p.stem
+)
+def test_floors_of_the_exporter(path: Path) -> None:
+    """Imports for type checkers count."""
+    exporter = PACKAGE / "export" / "torch"
+    used = [other for other in files_imported(path, checkers=True) if other.is_relative_to(exporter)]
+    assert not [other for other in used if floor(other) > floor(path)]
+
+
 def test_no_file_imports_itself_through_others() -> None:
     """Imports inside functions and for type checkers count."""
     assert not circular()
@@ -79,9 +125,9 @@ def test_only_compat_uses_the_package_from_outside() -> None:
 @pytest.mark.parametrize(
     ("library", "places"),
     [
-        ("torch.onnx", {"export/torch/translate.py"}),
-        ("torch._functorch", {"export/torch/differentiate.py"}),
-        ("torch.export", {"export/torch/translate.py"}),
+        ("torch.onnx", {"export/torch/lower/onnx/translate.py"}),
+        ("torch._functorch", {"export/torch/graph/differentiate.py"}),
+        ("torch.export", {"export/torch/lower/onnx/translate.py"}),
         ("onnxruntime", {"engine/ort.py"}),
         ("xxhash", {"core/sealed.py"}),
         ("cerberus", {"options/schema.py"}),
@@ -176,10 +222,11 @@ def test_a_capture_does_not_import_the_translator() -> None:
     """Everything up to differentiation works without onnxscript, whose import takes a second."""
     program = """if True:
         import sys
-        from ort_trainer.export.torch import capture, differentiate, random_inputs
+        from ort_trainer.export.torch.capture import capture
+        from ort_trainer.export.torch.graph import differentiate, random_inputs
         from ort_trainer.export.torch.operators import registry
         assert registry.composites() and registry.replacements() and registry.random_operators()
-        print([m for m in ('ort_trainer.export.torch.translate', 'onnxscript') if m in sys.modules])
+        print([m for m in ('ort_trainer.export.torch.lower.onnx.translate', 'onnxscript') if m in sys.modules])
     """
     assert run(program) == "[]"
 

@@ -15,6 +15,7 @@ import ort_trainer
 
 from ..export.onnx import OnnxModel
 from ..options import ModelDescription, OptionsDict
+from ..train.onnx_files import onnx_model
 from ..train.transaction import in_transaction
 from .options import ASSERTED, ORTTrainerOptions, raising
 from .training_session import TrainerSession
@@ -102,7 +103,7 @@ class ORTTrainer(ort_trainer.ORTTrainer):
     @in_transaction
     def _onnx_model(self) -> onnx.ModelProto | None:
         """The model that ``save_as_onnx`` writes, as a new object; None if there is no session."""
-        return None if self.session is None else self.loop.onnx_model(self.model_desc.output_names)
+        return None if self.session is None else onnx_model(self.loop, self.model_desc.output_names)
 
     # A loaded state never waits for the first step, as in legacy.
     _load_state_dict = None

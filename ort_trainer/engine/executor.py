@@ -369,7 +369,7 @@ class Executor:
         tensors = {**self.parameters, **self.buffers, **self.outside}
         state = {name: tensors[name] for name in step.state}
         try:
-            if step.programs:
+            if step.programs is not None:
                 return ProgramRunner(step, state, self._memory, self._deterministic)
             return SessionRunner(step, state, self._memory, self.options, self.providers)
         except Exception as error:

@@ -444,7 +444,8 @@ def kernel_outputs(model: bytes, device: str) -> tuple[int, ...] | None:
         device: ``cpu`` or ``cuda``.
 
     Returns:
-        The types; an empty tuple if the node is refused for any other reason, which may not apply in its actual model.
+        The types; an empty tuple if an output is no tensor, or if the node is refused for any other reason, which may
+        not apply in its actual model.
     """
     import onnx
 
@@ -463,8 +464,10 @@ def kernel_outputs(model: bytes, device: str) -> tuple[int, ...] | None:
         return None
     except Exception as error:  # there is no separate exception class for types that ONNX does not allow
         return None if "Type Error" in str(error) else ()
-    names = (output.type.removeprefix("tensor(").removesuffix(")") for output in session.get_outputs())
-    return tuple(onnx.TensorProto.DataType.Value(name.upper()) for name in names)
+    types = [output.type for output in session.get_outputs()]
+    if not all(kind.startswith("tensor(") for kind in types):  # sequences of tensors, which SplitToSequence returns
+        return ()
+    return tuple(onnx.TensorProto.DataType.Value(kind[len("tensor(") : -1].upper()) for kind in types)
 
 
 def element_type(kind: str) -> str:

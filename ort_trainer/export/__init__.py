@@ -16,7 +16,7 @@ from ..optim import OptimizerConfig
 from ..options import ORTTrainerOptions
 from .model_source import Builder, ModelSource
 from .torch import LossFunction
-from .torch.borrow import BORROWED
+from .torch.capture.borrow import BORROWED
 from .torch.model import TorchSource
 
 __all__ = ["BORROWED", "Builder", "ModelSource", "loss_function", "model_source"]

@@ -134,6 +134,8 @@ class Export:
         try:
             head = json.loads(data[8:end])
             ends = list(itertools.accumulate(head.pop("lengths"), initial=end))
+            if ends[-1] != len(data):
+                raise ValueError(f"it has {len(data)} bytes instead of {ends[-1]}")
             step, *backward = (Step.from_bytes(data[start:stop]) for start, stop in itertools.pairwise(ends))
             lists = {name: tuple(value) for name, value in head.items() if isinstance(value, list)}
             found = cls(step=step, backward=tuple(backward), **{**head, **lists})

@@ -18,7 +18,7 @@ from .nested import Layout
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-    from .torch.eager import EagerStep
+    from .torch.capture.eager import EagerStep
 
 __all__ = [
     "Builder",
@@ -60,7 +60,7 @@ class Builder(Protocol):
     def eager(
         self, batch: Named, tensors: Named, scale: float, state: torch.Tensor | None, shake: int | None = None
     ) -> EagerStep:
-        """Returns the results of a training step of the model itself; see ``export/torch/eager.py``."""
+        """Returns the results of a training step of the model itself; see ``export/torch/capture/eager.py``."""
         ...
 
 

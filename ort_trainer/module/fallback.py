@@ -21,7 +21,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from ..core.errors import ExportError, IdleOptionError, ValueBranchError, shown
 from ..engine.torch_memory import freed_storages
-from ..export.torch.explain import forward_line
+from ..export.torch.fx.explain import forward_line
 
 __all__ = [
     "AT_RUN_TIME",

@@ -21,16 +21,17 @@ from ..engine.runner import GraphRunner, SessionRunner
 from ..engine.torch_memory import TorchMemory, readable
 from ..export.nested import Layout, flatten, rebuild, with_numbers_apart
 from ..export.torch import GraphBuilder
-from ..export.torch.borrow import BORROWED, borrowed
-from ..export.torch.call import CallDescription, ExportedCall
-from ..export.torch.describe import input_shapes
+from ..export.torch.capture.borrow import BORROWED, borrowed
+from ..export.torch.capture.call import CallDescription, ExportedCall
+from ..export.torch.capture.describe import input_shapes
+from ..export.torch.capture.step_module import canonical_names
 from ..export.torch.guard import ModelChangedError, ModelWatch
 from ..export.torch.guard.reads import Reads, Root
+from ..export.torch.lower.kinds import choose
 from ..export.torch.model import recompute_options
 from ..export.torch.outside.leftovers import decode, encode
 from ..export.torch.outside.notes import Notes
 from ..export.torch.outside.recorder import Pair, Recorder
-from ..export.torch.step_module import canonical_names
 from ..options import ORTTrainerOptions
 from ..options.trainer_options import MINIMUM_OPSET
 from ..step import Step
@@ -360,16 +361,15 @@ class CallGraphs:
         return lambda tensors: rebuild(layout, dict(zip(named, tensors, strict=True)))
 
     def _kernels(self, device: torch.device) -> str:
-        chosen = self._options.utils.kernels
-        if device.type == "cpu":
-            return chosen
-        if chosen in ("pytorch", "compiled"):
-            raise OptionError(f"utils.kernels is {chosen!r}, but the module is not on the CPU: set it to 'auto'")
-        return "onnxruntime"
+        name = self._options.utils.kernels
+        usable, _ = choose(name, lambda kernels: kernels.objection(device))
+        if not usable:
+            raise OptionError(f"utils.kernels is {name!r}, but the module is not on the CPU: set it to 'auto'")
+        return usable
 
     def _load(self, step: Step, memory: TorchMemory) -> GraphRunner:
         options, deterministic = self._options, self._options.debug.deterministic_compute
-        if step.programs:
+        if step.programs is not None:
             return ProgramRunner(step, {}, memory, deterministic)
         providers = providers_for(memory.device, options.provider_options)
         return SessionRunner(step, {}, memory, session_options(options.session_options, deterministic), providers)

@@ -13,7 +13,7 @@ from ..core.errors import ValueBranchError
 from ..engine.programs.runner import ProgramRunner, Progress
 from ..engine.runner import GraphRunner, Kind, check_branches, evaluated, with_probabilities
 from ..engine.torch_memory import TorchMemory, shaped
-from ..export.torch.eager import random_state, set_random_state
+from ..export.torch.capture.eager import random_state, set_random_state
 from ..step import SIZES, Step
 
 __all__ = ["Call", "Passes"]

@@ -11,9 +11,8 @@ from torch import nn
 
 from ..core.errors import VerificationError
 from ..export.nested import flatten, rebuild
-from ..export.torch.borrow import BORROWED, borrowed
-from ..export.torch.differences import WHY_DIFFERENT, check_comparable, gradient_floor, not_run, report
-from ..export.torch.eager import (
+from ..export.torch.capture.borrow import BORROWED, borrowed
+from ..export.torch.capture.eager import (
     coarsest,
     gradient_of,
     put_buffers_back,
@@ -23,6 +22,7 @@ from ..export.torch.eager import (
     shaken,
     with_values,
 )
+from ..export.torch.differences import WHY_DIFFERENT, check_comparable, gradient_floor, not_run, report
 from ..export.torch.outside.places import Place
 from ..export.torch.outside.recorder import Pair, Recorder
 from .graphs import _Found as Found

@@ -1,4 +1,7 @@
-"""The contract between exporters and engines: what an ONNX model computes, as JSON in the model's metadata.
+"""The contract between exporters and engines: a graph, and what it computes.
+
+The graph is an ONNX model, or a graph of programs that PyTorch's kernels run. What is known of it is JSON, in artifacts
+in the model's metadata.
 
 Reading it needs neither torch nor onnx. A step computes, from state, inputs and random numbers, the outputs, the
 gradients and the new buffers of the model; an optimizer model computes the new weights and state tensors from the old
@@ -17,8 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 from ..core.dims import holds, symbols_of
 from ..core.errors import shown, warn
 from ..core.indices import IndexRange
-from ..core.protobuf import content, fields, text
-from ..core.protobuf import field as protobuf_field
+from .program_graph import ProgramGraph
 
 if TYPE_CHECKING:  # onnx_ir takes half a second to import, which would delay every start
     import onnx_ir as ir
@@ -106,7 +108,7 @@ class Step:
     returns what the backward pass needs of it; the backward pass takes that, parameters, inputs and random tensors of
     the forward pass by their names there, the gradients of outputs, and :data:`SIZES`.
 
-    The ONNX model is a pure function. Its inputs are the state (parameters and buffers), the batch, the loss scale and
+    The graph is a pure function. Its inputs are the state (parameters and buffers), the batch, the loss scale and
     the random tensors; its outputs are the described outputs, a gradient for each parameter that has one, and the new
     value of each buffer that the step changes.
 
@@ -135,10 +137,10 @@ class Step:
         assumptions: Graph output, a bool -> its value in a valid run, and the line of the model's condition. In other
             runs the model takes another branch, so all results are invalid.
         loss_scale: Graph input by which the loss is multiplied before the backward pass; None if there is none.
-        programs: Key -> program of PyTorch's operators; the graph's nodes refer to programs by key.
+        programs: The graph, if PyTorch's kernels run it; None if it is an ONNX model.
         origins: The modules that the nodes come from, as text of :class:`~ort_trainer.step.origins.Origins`; empty if
             unknown.
-        stored: The ONNX model, or the bytes of its file, which :attr:`model` parses on first use.
+        stored: The ONNX model, or the bytes of its file, which :attr:`model` parses on first use; empty with programs.
         kept: The cache file for later processes; empty if there is none. It is not part of the bytes.
     """
 
@@ -164,7 +166,7 @@ class Step:
     index_ranges: tuple[IndexRange, ...] = ()
     assumptions: Mapping[str, tuple[bool, str]] = field(default_factory=dict)
     loss_scale: TensorSpec | None = None
-    programs: Mapping[str, str] = field(default_factory=dict)
+    programs: ProgramGraph | None = None
     origins: str = ""
     stored: ir.Model | bytes = b""
     kept: str = ""
@@ -201,9 +203,10 @@ class Step:
         return bytes(ir.to_proto(self.model).SerializeToString())
 
     def to_bytes(self) -> bytes:
-        """Returns the ONNX model as bytes, with all other fields in its metadata."""
-        entry = protobuf_field(_KEY, METADATA.encode()) + protobuf_field(_VALUE, to_metadata(self).encode())
-        return self.serialized() + protobuf_field(_MODEL_METADATA, entry)
+        """Returns the step as bytes: the length of what is known of it, that as JSON, and the graph."""
+        about = json.dumps({"programs": self.programs is not None, "step": to_metadata(self)}).encode()
+        graph = self.serialized() if self.programs is None else self.programs.to_bytes()
+        return b"".join([len(about).to_bytes(8, "little"), about, graph])
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Step:
@@ -212,23 +215,26 @@ class Step:
         Raises:
             ValueError: If the data is not a step.
         """
-        said, rest = None, []
-        for part in fields(memoryview(data)):
-            if part.number == _MODEL_METADATA and text(content(part), _KEY) == METADATA:
-                said = text(content(part), _VALUE)
-            else:
-                rest.append(part.raw)
-        return replace(from_metadata(cls, said, "the model"), stored=b"".join(rest))
+        end = 8 + int.from_bytes(data[:8], "little")
+        try:
+            about = json.loads(data[8:end])
+            text, of_programs = about["step"], about["programs"]
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise ValueError(f"this is not a step: {error!r}") from error
+        step = from_metadata(cls, text, "the graph")
+        if of_programs:
+            return replace(step, programs=ProgramGraph.from_bytes(data[end:]))
+        return replace(step, stored=data[end:])
 
     @property
     def kernels(self) -> str:
         """Whose kernels compute the step, in the genitive."""
-        return "PyTorch's" if self.programs else "ONNX Runtime's"
+        return "PyTorch's" if self.programs is not None else "ONNX Runtime's"
 
     @property
     def is_standard(self) -> bool:
         """Whether the graph has only ONNX's own operators."""
-        return not self.programs and all(not node.domain for node in self.model.graph.all_nodes())
+        return self.programs is None and all(not node.domain for node in self.model.graph.all_nodes())
 
     def sizes(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
         """Returns the size of every symbolic dimension for the shapes of a batch (input name -> shape)."""
@@ -274,24 +280,18 @@ class Step:
 
         For a training graph, this is its forward pass.
         """
-        from .prune import prune
-
-        probabilities = [spec.probability for spec in self.random]  # which the graph itself need not read
-        model = prune(self.model, [*names, *self.buffer_updates.values()], probabilities)
-        inputs = {value.name for value in model.graph.inputs} | set(self.state.values())
+        outputs = [*names, *self.buffer_updates.values()]
+        part, needed = self._part(outputs)
+        inputs = needed | set(self.state.values())
         # A condition on an input that the outputs do not need, such as a label, is not theirs.
-        assumptions = {
-            name: assumed
-            for name, assumed in self.assumptions.items()
-            if {value.name for value in prune(self.model, [name]).graph.inputs} <= inputs
-        }
+        assumptions = {name: assumed for name, assumed in self.assumptions.items() if self._part([name])[1] <= inputs}
         if assumptions:
-            model = prune(self.model, [*names, *self.buffer_updates.values(), *assumptions], probabilities)
+            part, needed = self._part([*outputs, *assumptions])
         kept = {spec.name: spec for spec in self.outputs}
-        left = {value.name for value in model.graph.inputs}
+        left = needed.union(spec.probability for spec in self.random)  # which the graph itself need not read
         return replace(
             self,
-            stored=model,
+            **part,
             inputs=tuple(spec for spec in self.inputs if spec.name in left),
             outputs=tuple(kept[name] for name in names),
             left=tuple(name for name in self.left if name in names),
@@ -302,6 +302,17 @@ class Step:
             index_ranges=tuple(entry for entry in self.index_ranges if entry.input in left),
             assumptions=assumptions,
         )
+
+    def _part(self, outputs: Sequence[str]) -> tuple[dict[str, Any], set[str]]:
+        """Returns the part of the graph that computes some outputs, as fields of a step, and the inputs it needs."""
+        if self.programs is not None:
+            part = self.programs.pruned(outputs)
+            return {"programs": part}, part.inputs
+        from .prune import prune
+
+        probabilities = [spec.probability for spec in self.random]
+        model = prune(self.model, outputs, probabilities)
+        return {"stored": model}, {value.name or "" for value in model.graph.inputs}
 
 
 class Slot(NamedTuple):
@@ -353,11 +364,9 @@ class OptimizerModel:
 
 # Kinds of steps that are no artifacts.
 _OF_CALLS = ("forward", "backward")
-# Numbers of fields in onnx.proto.
-_MODEL_METADATA, _KEY, _VALUE = 14, 1, 2
 # What is not in the metadata, and what is left out of them where it is empty, as artifacts have always done.
-_APART = ("stored", "kept", "sums", "model")
-_MAY_LACK = frozenset({"micro_batches", "loss_scale", "programs", "origins", "order", "probability"}) | frozenset(
+_APART = ("stored", "programs", "kept", "sums", "model")
+_MAY_LACK = frozenset({"micro_batches", "loss_scale", "origins", "order", "probability"}) | frozenset(
     {"left", "input_updates", "saved", "tangents", "input_gradients", "depends", "assumptions"}
 )
 

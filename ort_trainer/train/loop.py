@@ -8,18 +8,15 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from ..core.errors import ValueBranchError, shown
+from ..core.errors import ValueBranchError
 from ..core.indices import check_indices
 from ..core.interrupts import uninterrupted
-from ..core.optimizer_keys import STEP, UPDATE_COUNT
 from ..core.threads import OneThread
 from ..engine import Check, Executor, Plan
-from ..engine.ownership import owned_dtype
 from ..export import BORROWED, ModelSource
 from ..optim import OptimizerConfig
 from ..optim.parts import Named, global_norm
@@ -28,31 +25,26 @@ from ..optim.torch_optimizer import TorchOptimizerConfig, TorchUpdate
 from ..optim.update import Again, OptimizerUpdate
 from ..options import ModelDescription, ORTTrainerOptions
 from ..profiling import Profile, Profiler
-from ..state.bfloat16 import tensor_of
-from ..state.state import State
-from ..state.state_dict import Contents
 from ..step import Step
-from .batch import Batch, to_tensor
+from .batch import Batch
+from .contents import contents_of
 from .debug_files import check_graph_paths, save_graphs
 from .learning_rates import learning_rates
 from .padding import PaddingCheck
 from .precision import FiniteLosses, choose_precision
 from .step_graphs import StepGraphs
 from .strategy import AccumulationWindow, Arrival, Meeting, Share, Strategy
+from .traits import traits_of
 from .transaction import Transaction, in_transaction
 from .user_objects import claim
 from .verify import StepVerifier
 
 if TYPE_CHECKING:
-    import onnx
-    import onnx_ir as ir
+    pass
 
 __all__ = ["GRADIENT_WEIGHT", "TrainingLoop"]
 
 GRADIENT_WEIGHT = "gradient_weight"
-# Sections of the options, and keys of `distributed`, that may differ between processes.
-_OWN = ("device", "debug", "session_options", "provider_options")
-_RANKS = ("world_rank", "local_rank")
 
 # Graphs for batches of the same sizes that take different branches of the model.
 _MAXIMUM_BRANCHES = 8
@@ -110,7 +102,7 @@ class TrainingLoop:
         self.rates = learning_rates(config, options.lr_scheduler)
         self.strategy = Strategy() if strategy is None else strategy
         self.info = TrainStepInfo(config)
-        self.contents = _contents(source, config, device, self.window.given_size)
+        self.contents = contents_of(source, config, device, self.window.given_size)
         if options.utils.moments != "float32" and isinstance(config, TorchOptimizerConfig):
             raise ValueError(
                 f"utils.moments {options.utils.moments!r} has no effect on {type(config.optimizer).__name__}, which "
@@ -134,7 +126,7 @@ class TrainingLoop:
         if self.strategy.world_size > 1:
             source.check_joint()
             config.check_joint(self.strategy.zero_stage)
-            traits = self._traits()
+            traits = traits_of(source, config, options, self.graphs)
         with BORROWED:
             tensors = {**source.parameters, **source.buffers}
             self._seed = self.strategy.begin(tensors, traits, torch.initial_seed())
@@ -192,38 +184,11 @@ class TrainingLoop:
         """
         return self.graphs.description
 
-    def restore(self, state: State) -> None:
-        """Moves a checked state into the tensors of the executor and of the optimizer; frees each value after that."""
-        executor, info = self.started(), self.info
-        optimizer, tensors = self.optimizer, {**executor.parameters, **executor.buffers}
-        for values in (state.parameters, state.buffers):
-            for name in list(values):
-                tensors[name].copy_(torch.from_numpy(values.pop(name)))
-        found = state.optimizer or {}
-        for key in list(found):
-            (name, _, slot), value = key.rpartition("."), found.pop(key)
-            if slot in (STEP, UPDATE_COUNT):
-                for count in [optimizer.counts[name]] if name else optimizer.counts.values():
-                    count.fill_(int(value[0]) - 1)
-            else:
-                own = optimizer.parts.of({name: tensor_of(value)})[name]
-                optimizer.slots[name][slot].copy_(own)
-        if state.window is not None:
-            executor.restore_gradients({name: torch.from_numpy(value) for name, value in state.gradients.items()})
-        if state.random is not None:
-            executor.generator.set_state(torch.from_numpy(state.random))
-        self.source.memory.publish({*executor.parameters, *executor.buffers})
-        if state.window is not None:
-            self.window.load_state_dict({"micro_batches": state.micro_batches, **state.window})
-        info.step = info.step if state.step is None else state.step
-        if state.optimization_step is not None:
-            info.optimization_step = state.optimization_step
-
     @in_transaction
     def export(self, sample_batch: Any = None) -> None:
         """Exports the model before the first step; see ``ORTTrainer.prepare``."""
         batch = self.graphs.bind((self.graphs.blank_batch() if sample_batch is None else sample_batch,), {})
-        self._start(batch, True, self.graphs.output_names)
+        self.start(batch, True, self.graphs.output_names)
 
     def bind(
         self,
@@ -259,7 +224,7 @@ class TrainingLoop:
         if self._executor is not None and graphs.has_started:
             plan = graphs.plan(self._executor, batch, training, names, backward)
         else:
-            plan = self._start(batch, training, names, backward)
+            plan = self.start(batch, training, names, backward)
         if self.losses is not None and training and backward:
             self.losses.check_fetched(names, plan.runner.step.loss)
         if self._verifier is not None and training and backward:
@@ -689,52 +654,6 @@ class TrainingLoop:
             self.holds_gradients = False
             self.source.memory.drop_gradients()
 
-    def get_parameter(self, name: str) -> torch.Tensor:
-        """Returns a copy of a parameter on the CPU; see ``ORTTrainer.get_parameter``."""
-        return self.started().parameters[self._canonical(name)].cpu().clone()
-
-    def set_parameter(self, name: str, value: Any) -> None:
-        """Replaces the value of a parameter; see ``ORTTrainer.set_parameter``."""
-        canonical = self._canonical(name)
-        current = self.started().parameters[canonical]
-        current.copy_(_fitting(current, name, value))
-        self.source.memory.publish([canonical])
-
-    def get_gradient(self, name: str) -> torch.Tensor | None:
-        """Returns a copy of a gradient accumulated in the window so far; see ``ORTTrainer.get_gradient``."""
-        canonical, executor = self._canonical(name), self.started()
-        if self.window.micro_batches:
-            found = executor.present_gradients().get(canonical)
-            return None if found is None else found.cpu() / self.window.divisor
-        used = executor.used_gradients().get(canonical)
-        return None if used is None else used.cpu().clone()
-
-    def set_gradient(self, name: str, value: Any) -> None:
-        """Replaces a gradient accumulated in the window so far; see ``ORTTrainer.set_gradient``."""
-        canonical = self._canonical(name)
-        if canonical not in self.source.trainable:
-            raise ValueError(f"{name!r} is not trained, so it has no gradient")
-        executor = self.started()
-        if not self.window.micro_batches:
-            raise RuntimeError(
-                "there are no gradients now: call set_gradient() inside an accumulation window, after its first "
-                "micro-batch and before the update"
-            )
-        checked = _fitting(executor.parameters[canonical], name, value)
-        executor.restore_gradients({**executor.present_gradients(), canonical: checked * self.window.divisor})
-
-    def _canonical(self, name: str) -> str:
-        """Returns the canonical (first) name of a parameter."""
-        if not isinstance(name, str):
-            raise TypeError(
-                f"the name of a parameter must be a str, but {shown(name)} ({type(name).__name__}) was given"
-            )
-        canonical, parameters = self.source.canonical, self.source.parameters
-        if canonical.get(name) not in parameters:
-            names = sorted(own for own, first in canonical.items() if first in parameters)
-            raise ValueError(f"{name!r} is not a parameter of the model, which has {names}")
-        return canonical[name]
-
     def evaluate(self, args: Sequence[Any], kwargs: Mapping[str, Any], fetches: Sequence[str]) -> Outputs:
         """Binds arguments to inputs and runs the model in evaluation mode; changes nothing.
 
@@ -752,35 +671,6 @@ class TrainingLoop:
             assert executor is not None
             run = functools.partial(executor.evaluate, batch=batch)
             return self._on_its_branch(run, plan, batch, training=False)[1]
-
-    def save_onnx(self, path: str | os.PathLike[str], names: Sequence[str], for_inference: bool = False) -> None:
-        """Writes the model with the current weights; see ``ORTTrainer.save_as_onnx``."""
-        from ..step.onnx_file import save_model  # a slow import, which training does not need
-
-        if not isinstance(path, (str, os.PathLike)):
-            raise TypeError(f"path must be a str or a path, but a {type(path).__name__} was given")
-        if not os.fspath(path):
-            raise ValueError("path must not be empty")
-        save_model(self._with_weights(names, for_inference), Path(path))
-
-    def onnx_model(self, names: Sequence[str]) -> onnx.ModelProto:
-        """Returns the model that :meth:`save_onnx` writes."""
-        from ..step.onnx_file import to_proto
-
-        return to_proto(self._with_weights(names))
-
-    def _with_weights(self, names: Sequence[str], for_inference: bool = False) -> ir.Model:
-        """Returns the user's own ONNX model, or the evaluation graph with these outputs, with the current weights."""
-        from ..step.onnx_file import with_weights
-
-        executor = self.started()
-        own = self.source.own_model({**executor.parameters, **executor.buffers}, names if for_inference else None)
-        if own is not None:
-            return own
-        step = self._start(self.graphs.blank_batch(), False, self.graphs.output_names).runner.step
-        step = (step if list(names) == [spec.name for spec in step.outputs] else step.pruned(names)).unchecked()
-        others = {**executor.buffers, **executor.outside}
-        return with_weights(step, executor.parameters, others, self.source.trainable)
 
     def begin_profile(self, steps: int, trace: str | os.PathLike[str] | None) -> Profile:
         """Measures the next calls of :meth:`train`; see ``ORTTrainer.profile``.
@@ -856,7 +746,7 @@ class TrainingLoop:
         (loss,), gradients = self.gradients_of(plan, batch)
         return loss, gradients
 
-    def _start(self, batch: Batch, training: bool, names: Sequence[str], backward: bool = True) -> Plan:
+    def start(self, batch: Batch, training: bool, names: Sequence[str], backward: bool = True) -> Plan:
         """Makes the executor and the first graph; stores them last, so that a failure leaves the loop unchanged."""
         if self._executor is not None and self.graphs.has_started:
             return self.graphs.plan(self._executor, batch, training, names, backward)
@@ -889,76 +779,8 @@ class TrainingLoop:
             accumulate, check_finite = self.window.size > 1, self.precision.checks_finite
             save_graphs(self.options, step, executor, self.optimizer, self.config, accumulate, check_finite)
 
-    def _traits(self) -> dict[str, Any]:
-        """Returns the settings that must be equal in all processes, as JSON values by their names in messages."""
-        source, config, graphs = self.source, self.config, self.graphs
-        tensors = {**source.parameters, **source.buffers}
-        aliases = source.names_of_trainable()
-        settings: dict[str, Any] = {**self.options.to_dict()}
-        options = {name: value for name, value in settings.items() if name not in _OWN}
-        options["distributed"] = {name: value for name, value in options["distributed"].items() if name not in _RANKS}
-        described = bool(graphs.output_names)  # otherwise the description is derived from the first batch
-        return {
-            "the parameters and buffers": {
-                name: f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
-                for name, value in tensors.items()
-            },
-            "the parameters that are trained": dict.fromkeys(aliases, "trained"),
-            "the optimizer": config.name,
-            "the learning rates": config.learning_rates,
-            "the hyper-parameters": {
-                name: _json(config.hyper_parameters(config.group_of(*names))) for name, names in aliases.items()
-            },
-            "the options": _json(options),
-            "the inputs of the model": graphs.description.input_names if described else None,
-            "the outputs of the model": list(graphs.output_names) or None,
-        }
-
-
-def _contents(source: ModelSource, config: OptimizerConfig, device: torch.device, window_size: int) -> Contents:
-    """Returns the contents of the state for a model, an optimizer and a size of the accumulation window."""
-    rule, aliases = config.rule, source.names_of_trainable()
-    hyper = {name: config.hyper_parameters(config.group_of(*names)) for name, names in aliases.items()}
-    return Contents(
-        tensors=source.saved,
-        non_persistent=source.non_persistent,
-        canonical=source.canonical,
-        trainable=source.trainable,
-        optimizer=rule.name,
-        shares_count=rule.shares_count,
-        slots={name: rule.slots_for(values) for name, values in hyper.items()},
-        counted={name for name, values in hyper.items() if rule.keeps_count(values)},
-        device=device,
-        owned_dtype=owned_dtype,
-        window_size=window_size,
-        torch_optimizer=type(config.optimizer).__name__ if isinstance(config, TorchOptimizerConfig) else None,
-    )
-
 
 def _norm_of_used(executor: Executor) -> torch.Tensor | None:
     """Returns the global norm of the gradients that the last update used; None if they are gone."""
     used = executor.used_gradients()
     return global_norm(used.values()) if used else None
-
-
-def _json(value: Any) -> Any:
-    """Converts a value to JSON types; an object becomes the name of its class or function."""
-    if isinstance(value, Mapping):
-        return {str(key): _json(inner) for key, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_json(inner) for inner in value]
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    return getattr(value, "__qualname__", type(value).__qualname__)
-
-
-def _fitting(current: torch.Tensor, name: str, value: Any) -> torch.Tensor:
-    """Checks the shape and dtype of a value against a parameter's, and moves it to the parameter's device."""
-    given = to_tensor(name, value)
-    given = given.to(owned_dtype(given.dtype))
-    if given.shape != current.shape or given.dtype != current.dtype:
-        raise ValueError(
-            f"{name!r} has shape {list(current.shape)} and dtype {current.dtype}, but {list(given.shape)} and "
-            f"{given.dtype} were given"
-        )
-    return given.to(current.device)

@@ -142,7 +142,7 @@ def load(loop: TrainingLoop, given: Callable[[], Mapping[str, Any]], strict: boo
         undo.pop_all()
         if loop.losses is not None and restored.step is not None:
             loop.losses.count = objects.get(LOSSES, {}).get("nonfinite", 0)
-        loop.restore(restored)
+        _restore(loop, restored)
 
 
 def _warn_of_difference(key: str, own: Mapping[str, Any] | None, given: Mapping[str, Any]) -> None:
@@ -308,3 +308,31 @@ def _derived(state: Array, rank: int, device: torch.device) -> Array:
     """Returns the state of a generator seeded with a hash of a state and a rank."""
     digest = hashlib.sha256(state.tobytes() + rank.to_bytes(8, "little")).digest()
     return torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "little")).get_state().numpy()
+
+
+def _restore(loop: TrainingLoop, state: State) -> None:
+    """Moves a checked state into the tensors of the executor and of the optimizer; frees each value after that."""
+    executor, info = loop.started(), loop.info
+    optimizer, tensors = loop.optimizer, {**executor.parameters, **executor.buffers}
+    for values in (state.parameters, state.buffers):
+        for name in list(values):
+            tensors[name].copy_(torch.from_numpy(values.pop(name)))
+    slots = state.optimizer or {}
+    for key in list(slots):
+        (name, _, slot), value = key.rpartition("."), slots.pop(key)
+        if slot in (STEP, UPDATE_COUNT):
+            for count in [optimizer.counts[name]] if name else optimizer.counts.values():
+                count.fill_(int(value[0]) - 1)
+        else:
+            part = optimizer.parts.of({name: tensor_of(value)})[name]
+            optimizer.slots[name][slot].copy_(part)
+    if state.window is not None:
+        executor.restore_gradients({name: torch.from_numpy(value) for name, value in state.gradients.items()})
+    if state.random is not None:
+        executor.generator.set_state(torch.from_numpy(state.random))
+    loop.source.memory.publish({*executor.parameters, *executor.buffers})
+    if state.window is not None:
+        loop.window.load_state_dict({"micro_batches": state.micro_batches, **state.window})
+    info.step = info.step if state.step is None else state.step
+    if state.optimization_step is not None:
+        info.optimization_step = state.optimization_step

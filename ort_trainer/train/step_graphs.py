@@ -16,7 +16,7 @@ from ..engine import Executor, Plan
 from ..engine.memory import return_freed_memory
 from ..export import Builder, ModelSource
 from ..export.nested import Layout, argument_of, constants_of, flatten, has_tensors
-from ..export.torch.eager import EagerStep
+from ..export.torch.capture.eager import EagerStep
 from ..options import ModelDescription
 from ..step import Step
 from .batch import Batch, InputTypeError, check_batch, read_batch, to_tensor, unpack
@@ -263,7 +263,7 @@ class StepGraphs:
         return self._builder(batch).build(batch.as_given(), True, self._output_names[:1], padded=True)
 
     def eager(self, executor: Executor, batch: Batch, scale: float, state: Any, shake: int | None = None) -> EagerStep:
-        """Returns PyTorch's own results of a training step; see ``export/torch/eager.py``."""
+        """Returns PyTorch's own results of a training step; see ``export/torch/capture/eager.py``."""
         tensors = {**executor.parameters, **executor.buffers}
         return self._builder(batch).eager(batch.as_given(), tensors, scale, state, shake)
 

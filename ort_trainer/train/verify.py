@@ -8,8 +8,8 @@ import torch
 
 from ..core.errors import VerificationError
 from ..engine import Check, Executor
+from ..export.torch.capture.eager import EagerStep, gradient_of
 from ..export.torch.differences import WHY_DIFFERENT, check_comparable, gradient_floor, not_run, report
-from ..export.torch.eager import EagerStep, gradient_of
 from ..step import Step
 from .batch import Batch
 from .step_graphs import StepGraphs

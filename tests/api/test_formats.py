@@ -6,7 +6,6 @@ import io
 import json
 
 import numpy as np
-import onnx
 import pytest
 
 from ort_trainer.api.artifact_checks import check_described
@@ -16,7 +15,6 @@ from ort_trainer.core.sealed import write
 from ort_trainer.state.state import State
 from ort_trainer.state.training_api import from_bytes, to_bytes
 from ort_trainer.step.contract import (
-    METADATA,
     OptimizerModel,
     RandomInput,
     Slot,
@@ -25,6 +23,7 @@ from ort_trainer.step.contract import (
     from_metadata,
     to_metadata,
 )
+from ort_trainer.step.program_graph import Constant, ProgramCall, ProgramGraph
 
 from .artifacts import as_version_2
 
@@ -74,22 +73,21 @@ def test_the_metadata_of_format_2_stay_as_they_are() -> None:
     assert from_metadata(Step, FORMAT_2, "model") == STEP
 
 
-def test_a_step_is_its_model_and_its_metadata() -> None:
-    """A step of an exporter, with what artifacts never have, in the bytes of one ONNX file."""
-    model = onnx.helper.make_model(onnx.helper.make_graph([], "g", [], []))
-    onnx.helper.set_model_props(model, {"other": "text"})
+@pytest.mark.parametrize("programs", [False, True])
+def test_a_step_as_bytes(programs: bool) -> None:
+    """A step of an exporter, with what artifacts never have."""
+    constants = {"c": Constant("bool", (3,), b"\1\0\1"), "d": Constant("int64", (0, 2), b"")}
+    graph = ProgramGraph({"0": "text"}, (ProgramCall("node", "0", ("x", "c"), ("y",)),), constants)
     step = dataclasses.replace(
         STEP,
         sums={},
         random=(RandomInput("noise", "normal", "bfloat16", (2, 3), order=(1, 0)),),
         loss_scale=TensorSpec("scale", "float32", ()),
-        programs={"0": "text"},
+        programs=graph if programs else None,
         origins="{}",
-        stored=model.SerializeToString(),
+        stored=b"" if programs else b"model",
     )
     assert Step.from_bytes(step.to_bytes()) == step
-    props = {entry.key: entry.value for entry in onnx.ModelProto.FromString(step.to_bytes()).metadata_props}
-    assert props == {"other": "text", METADATA: to_metadata(step)}
 
 
 def test_metadata_of_something_else() -> None:

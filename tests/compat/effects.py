@@ -32,8 +32,9 @@ from ort_trainer import (
     amp,
     optim,
 )
+from ort_trainer.train.onnx_files import onnx_model
 
-from ..export.torch.test_recompute import DESC, Encoder, batches, onnx_layers
+from ..export.torch.graph.test_recompute import DESC, Encoder, batches, onnx_layers
 from ..helpers import MLP, mlp_batches, mlp_trainer
 
 RATE = "Learning_Rate"
@@ -364,7 +365,7 @@ def exported() -> bytes:
     nn.init.constant_(model.fc2.bias, 0.25)
     trainer = mlp_trainer(model=model)
     trainer.prepare(mlp_batches(1)[0])
-    return bytes(trainer.loop.onnx_model(["loss", "logits"]).SerializeToString())
+    return bytes(onnx_model(trainer.loop, ["loss", "logits"]).SerializeToString())
 
 
 def onnx_file(folder: Path) -> Path:
@@ -441,12 +442,12 @@ def moments_of(properties: dict[str, Any], _: Path) -> float:
 
 def programs_of(properties: dict[str, Any], _: Path) -> set[str]:
     """Returns the programs that compute the step, which compute values again or keep them."""
-    return set(session_of(properties)._trainer.session.graphs(True)[0].programs.values())
+    return set(session_of(properties)._trainer.session.graphs(True)[0].programs.programs.values())
 
 
 def programs_of_layers(properties: dict[str, Any], _: Path) -> set[str]:
     session = session_of(properties, onnx_layers().SerializeToString())
-    return set(session._trainer.session.graphs(True)[0].programs.values())
+    return set(session._trainer.session.graphs(True)[0].programs.programs.values())
 
 
 def refused(properties: dict[str, Any], _: Path) -> str:

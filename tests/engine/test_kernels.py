@@ -55,6 +55,17 @@ def test_what_has_a_kernel_stays() -> None:
     assert operators(model) == ["Cast", "Add", "Gather"]
 
 
+def test_a_sequence_of_halves_stays() -> None:
+    """The type of SplitToSequence's output is no tensor's."""
+    model = model_of(
+        "agraph (float16[4] x) => (float16[2] z) <int64 two = {2}, int64 zero = {0}> "
+        "{ s = SplitToSequence <axis = 0> (x, two) z = SequenceAt(s, zero) }"
+    )
+    assert FitToKernelsPass("cpu", str)(model).missing == []
+    (z,) = run(model, x=np.arange(4, dtype=np.float16))
+    assert z.tolist() == [0, 1]
+
+
 def test_bfloat16_is_computed_in_fp32_and_moved_as_it_is() -> None:
     model = model_of(
         "agraph (bfloat16[2, 3] x) => (bfloat16[3, 2] z) { y = Tanh(x) z = Transpose <perm = [1, 0]> (y) }"

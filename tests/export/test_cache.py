@@ -436,7 +436,7 @@ def show() -> None:
 def test_processes_at_once(folder: Path, tmp_path: Path) -> None:
     """Both export, or one finds the other's export; another interpreter finds it without importing the exporter."""
     together = processes.run([processes.Call(show), processes.Call(show)], timeout=300)
-    heavy = ["onnxscript", "ort_trainer.export.torch.assemble", "ort_trainer.export.torch.differentiate"]
+    heavy = ["onnxscript", "ort_trainer.export.torch.assemble", "ort_trainer.export.torch.graph.differentiate"]
     program = f"""if True:
         import sys
         from tests.export.test_cache import show

@@ -13,7 +13,7 @@ from torch import nn
 
 from ort_trainer import ExportError
 from ort_trainer.export.torch.dynamo import ort_trainer
-from ort_trainer.export.torch.programs.partition import partition
+from ort_trainer.export.torch.lower.programs.partition import partition
 
 from .pairs import Heads, assert_same_gradients, close
 

@@ -15,9 +15,10 @@ from typing import Any, NamedTuple
 import torch
 
 from ...core.dims import evaluate, evaluate_number
+from ...step.program_graph import Constant, ProgramGraph
 from .program import Order, Program
 
-__all__ = ["Call", "compiled"]
+__all__ = ["Call", "compiled", "loaded"]
 
 _ATTRIBUTES = (torch.dtype, torch.layout, torch.memory_format)
 _COMPUTED: dict[str, Callable[[str, Mapping[str, int]], float]] = {"dim": evaluate, "number": evaluate_number}
@@ -30,6 +31,28 @@ class Call(NamedTuple):
     program: Program
     inputs: Sequence[str]
     outputs: Sequence[str]
+
+
+def loaded(graph: ProgramGraph) -> tuple[list[Call], dict[str, torch.Tensor]]:
+    """Returns the nodes of a graph, in order, and its constants by name.
+
+    Raises:
+        ValueError: If a program calls anything else than operators on tensors, or a constant is damaged.
+    """
+    programs = {key: Program.from_text(text) for key, text in graph.programs.items()}
+    calls = [Call(call.name, programs[call.program], call.inputs, call.outputs) for call in graph.calls]
+    return calls, {name: _tensor(name, constant) for name, constant in graph.constants.items()}
+
+
+def _tensor(name: str, constant: Constant) -> torch.Tensor:
+    dtype, shape = getattr(torch, constant.dtype, None), constant.shape
+    if not isinstance(dtype, torch.dtype) or math.prod(shape) * dtype.itemsize != len(constant.data):
+        raise ValueError(
+            f"constant {name!r} is damaged: {len(constant.data)} bytes of {constant.dtype}, shape {list(shape)}"
+        )
+    if not constant.data:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(bytearray(constant.data), dtype=dtype).reshape(shape)
 
 
 class _Line(NamedTuple):

@@ -13,8 +13,7 @@ import torch
 from ...step import Step
 from ..memory import keep_freed_memory
 from ..runner import GraphRunner, Kind, Memory, Plan, with_probabilities
-from .compiler import compiled
-from .nodes import read_nodes
+from .compiler import compiled, loaded
 
 __all__ = ["ProgramRunner", "Progress", "Stage", "deterministic_kernels"]
 
@@ -57,7 +56,8 @@ class ProgramRunner(GraphRunner):
         super().__init__(step, {name: value.detach() for name, value in state.items()}, memory)
         keep_freed_memory()
         self._deterministic = deterministic
-        self.calls, self._constants = read_nodes(step.serialized(), step.programs)
+        assert step.programs is not None
+        self.calls, self._constants = loaded(step.programs)
         self._functions: dict[tuple[str, ...], Callable[..., tuple[torch.Tensor, ...]]] = {}
 
     @functools.cached_property

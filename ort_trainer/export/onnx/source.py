@@ -17,7 +17,7 @@ from ...step import Step
 from ..model_source import Builder, Layouts, Named
 from ..nested import Layout
 from ..torch import GraphBuilder, LossFunction
-from ..torch.eager import EagerStep
+from ..torch.capture.eager import EagerStep
 from ..torch.model import TorchSource
 from .describe import describe_onnx, input_dtypes
 from .load import OnnxModel, load_onnx_model

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import astuple
 
-import onnx_ir as ir
 import torch
 from torch import nn
 
@@ -18,10 +17,11 @@ from ...options import ModelDescription
 from ...step import Dim, RandomInput, Step, TensorSpec, dtype_name
 from ...step.emitter import Names
 from ...step.origins import LOSS, Origins, Place
-from .differentiate import FlatGraph
-from .programs.build import program_model
-from .programs.padding import KEPT_PLACES
-from .step_module import ExportedStep
+from .capture.step_module import ExportedStep
+from .graph.flat_graph import FlatGraph
+from .graph.kernels import Kernels
+from .graph.named_graph import NamedGraph, sizes_of
+from .lower.programs.padding import KEPT_PLACES
 
 __all__ = ["assemble"]
 
@@ -34,7 +34,7 @@ def assemble(
     step: ExportedStep,
     found: FlatGraph,
     random: Mapping[Node, RandomInput],
-    for_kernels: bool,
+    kernels: Kernels,
     stage: Callable[[str], None],
 ) -> Step:
     """Names every input and result of a flat graph, lowers it to an ONNX model, and writes down what is known of both.
@@ -43,7 +43,7 @@ def assemble(
         step: What is exported.
         found: The flat graph; it is consumed.
         random: Its placeholders of random numbers.
-        for_kernels: Whether its nodes become programs of PyTorch's operators.
+        kernels: What computes it.
         stage: Called with the name of each stage when it begins.
 
     Raises:
@@ -83,25 +83,24 @@ def assemble(
     results += [(node, gradient_names[name]) for name, node in gradients.items()]
     results += [(node, update_names[name]) for name, node in found.buffer_updates.items()]
     results += [(node, name) for name, node in conditions.items()]
-    programs: Mapping[str, str] = {}
-    operators: Mapping[str, Sequence[Node | None]] = {}
-    if for_kernels:
-        compiled = step.kernels == "compiled"
-        stage("compile" if compiled else "translate")
-        unfetched = [place for place, (_, name) in enumerate(results) if name in step.unfetched]
-        mask = next((node for node, entry in batch if entry.name == step.padding_mask), None)
-        made = program_model(found, inputs, results, batch, unfetched, compiled, mask)
-        model, programs, operators = made.model, made.programs, made.operators
-    else:
-        from .translate import to_onnx  # takes a second; PyTorch's kernels do not need it
-
-        constants = found.constants
-        model, operators = to_onnx(found.module, inputs, results, constants, step.opset, step.simplified, stage)
-    _set_shapes(model, {**shapes, **{entry.name: entry.shape for _, entry in batch}})
+    indices = {entry.input for entry in found.index_ranges}
+    graph = NamedGraph(
+        found.module,
+        inputs,
+        results,
+        found.constants,
+        found.symbols,
+        sizes_of((node, entry.shape) for node, entry in batch),
+        {**shapes, **{entry.name: entry.shape for _, entry in batch}},
+        unfetched=[place for place, (_, name) in enumerate(results) if name in step.unfetched],
+        checked=[node for node, name in inputs if name in indices],
+    )
+    mask = next((node for node, entry in batch if entry.name == step.padding_mask), None)
+    kernels.rewrite_step(found, graph, mask)
+    lowered, operators = kernels.lower(graph, step, stage)
     guards, frozen = found.symbols.guards()
     _check_guards(guards)
     return Step(
-        stored=model,
         kind="training" if training else "evaluation",
         inputs=tuple(TensorSpec(entry.name, dtype_name(node.meta["val"].dtype), entry.shape) for node, entry in batch),
         outputs=outputs,
@@ -115,24 +114,10 @@ def assemble(
         random=tuple(random.values()),
         guards=tuple(guards),
         fixed={**frozen, **found.symbols.fixed},
-        programs=programs,
+        **lowered,
         origins=_origins(found, step.model, operators).to_text() if training else "",
         index_ranges=tuple(entry for entry in found.index_ranges if training or entry.outputs),
     )
-
-
-def _set_shapes(model: ir.Model, described: Mapping[str, Sequence[int | str]]) -> None:
-    """Gives batch inputs and outputs the dimension names of the model description, and removes the exporter's names.
-
-    ONNX Runtime infers intermediate shapes itself; unknown names there would only cause warnings.
-    """
-    for node in model.graph.all_nodes():
-        for value in node.outputs:
-            if value.shape is not None and not value.shape.is_static():
-                value.shape = None
-    for value in (*model.graph.inputs, *model.graph.outputs):
-        if value.name is not None and value.name in described:
-            value.shape = ir.Shape(described[value.name])
 
 
 def _outputs(

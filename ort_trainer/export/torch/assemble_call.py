@@ -14,12 +14,12 @@ import torch
 
 from ...step import SIZES, RandomInput, Step, TensorSpec, dtype_name
 from ...step.emitter import Names
-from .call import ExportedCall
-from .differentiate import FlatGraph
-from .divide import Divided, Part, depends_on, divide, without
-from .programs.build import ProgramBuilder, add_sizes, sizes_of
-from .programs.rewrites import rewrite
-from .recompute import values_to_recompute
+from .capture.call import ExportedCall
+from .graph.divide import Divided, Part, depends_on, divide, without
+from .graph.flat_graph import FlatGraph
+from .graph.kernels import Kernels
+from .graph.named_graph import NamedGraph, add_sizes, sizes_of
+from .graph.recompute import values_to_recompute
 
 __all__ = ["CallAssembler"]
 
@@ -37,7 +37,7 @@ class CallAssembler:
         call: What is exported.
         found: The joint graph; it is consumed.
         random: Its placeholders of random numbers.
-        for_kernels: Whether its nodes become programs of PyTorch's operators.
+        kernels: What computes the parts.
         stage: Called with the name of each stage when it begins.
     """
 
@@ -46,13 +46,10 @@ class CallAssembler:
         call: ExportedCall,
         found: FlatGraph,
         random: Mapping[Node, RandomInput],
-        for_kernels: bool,
+        kernels: Kernels,
         stage: Callable[[str], None],
     ) -> None:
-        self._call, self._found, self._for_kernels, self._stage = call, found, for_kernels, stage
-        self._compiled = for_kernels and call.kernels == "compiled"
-        # Operators of programs read sizes from the shapes of inputs; loops and ONNX compute them.
-        self._reads_shapes = for_kernels and not self._compiled
+        self._call, self._found, self._kernels, self._stage = call, found, kernels, stage
         self._described = {entry.name: entry.shape for entry in call.description.inputs}
         self._batch = {node.name: call.description.inputs[index].name for node, index in found.batch.items()}
         self._inputs = random
@@ -86,20 +83,15 @@ class CallAssembler:
         Raises:
             ExportError: If a graph can't be lowered.
         """
-        found, graph = self._found, self._found.module.graph
+        found = self._found
         trained = [name for name, node in found.gradients.items() if node.meta["val"].numel()]
         found.outputs[:] = map(_without_copy, found.outputs)
-        if self._for_kernels:
-            self._stage("compile" if self._compiled else "translate")
-            with found.following():
-                rewrite(graph, self._compiled, divided=True)
-        if not self._reads_shapes:
-            found.read_sizes_from_batch()
+        self._kernels.rewrite_call(found)
         updates = [*found.buffer_updates.values(), *found.input_updates.values()]
         of_forward = [*found.outputs, *updates, *found.conditions]
         of_backward = [found.gradients[name] for name in trained] + [*found.input_gradients.values()]
         again = values_to_recompute(self._call.recompute, found, self._inputs, self._call.model)
-        divided = divide(found.module, of_forward, of_backward, again, sizes=not self._reads_shapes)
+        divided = divide(found.module, of_forward, of_backward, again, sizes=not self._kernels.reads_shapes)
         self._kept = {node.name: name for node, name in _named(of_forward, self._own_results)}
         self._kept |= {name: self._names.unique(f"saved_{index}") for index, name in enumerate(divided.saved)}
         forward = self._forward(divided)
@@ -143,7 +135,7 @@ class CallAssembler:
     def _backwards(self, part: Part, trained: Sequence[str], outputs: Sequence[Node]) -> tuple[Step, ...]:
         found = []
         # For ONNX Runtime the symbolic sizes of zeros would have to be computed.
-        if len(self._tangents) > 1 and self._for_kernels:
+        if len(self._tangents) > 1 and self._kernels.of_pytorch:
             sizes = dict(zip(self._outputs, (node.meta["val"].numel() for node in outputs), strict=False))
             numbers = [tangent for tangent, output in self._tangents.items() if sizes[output] == 1]
             found.append(self._backward(_copied(part), trained, [*numbers, *self._tangents][:1]))
@@ -166,7 +158,7 @@ class CallAssembler:
         dimensions = list(dict.fromkeys(s for shape in self._described.values() for s in shape if isinstance(s, str)))
         sizes: Mapping[str, tuple[Node, int]] = {}
         specs = [TensorSpec(name, dtype_name(node.meta["val"].dtype), None) for node, name in inputs]
-        if dimensions and self._for_kernels:
+        if dimensions and self._kernels.of_pytorch:
             source, sizes = add_sizes(part.module.graph, self._dimensions(dimensions))
             inputs.append((source, SIZES))
             specs.append(TensorSpec(SIZES, "float32", (0, *dimensions)))
@@ -196,20 +188,18 @@ class CallAssembler:
     def _lowered(
         self, step: Step, part: Part, inputs: Named, results: Named, sizes: Mapping[str, tuple[Node, int]]
     ) -> Step:
-        constants = {part.inputs[name]: value for name, value in self._constants.items() if name in part.inputs}
-        if not self._for_kernels:
-            from .translate import to_onnx  # takes a second; PyTorch's kernels do not need it
-
-            call = self._call
-            model, _ = to_onnx(part.module, inputs, results, constants, call.opset, call.simplified, self._stage)
-            step = dataclasses.replace(step, stored=model)
-        else:
-            saved = {name for name in self._kept.values() if name not in self._own_results}
-            ordered = {node for node, name in (*inputs, *results) if name in saved}
-            graph, symbols = part.module.graph, self._found.symbols
-            made = ProgramBuilder(graph, inputs, results, constants, symbols, sizes, ordered, self._compiled).build()
-            step = dataclasses.replace(step, stored=made.model, programs=made.programs)
-        return dataclasses.replace(step, stored=step.serialized())
+        saved = {name for name in self._kept.values() if name not in self._own_results}
+        graph = NamedGraph(
+            part.module,
+            inputs,
+            results,
+            {part.inputs[name]: value for name, value in self._constants.items() if name in part.inputs},
+            self._found.symbols,
+            sizes,
+            ordered={node for node, name in (*inputs, *results) if name in saved},
+        )
+        lowered, _ = self._kernels.lower(graph, self._call, self._stage)
+        return dataclasses.replace(step, **lowered)
 
 
 def _named(nodes: Sequence[Node | None], names: Sequence[str]) -> Named:

@@ -21,14 +21,15 @@ from ...core.errors import IdleOptionError
 from ...engine.ort import preload
 from ...step import Step
 from ..cache import Export, export_cache
-from .answers import answers_of
-from .borrow import BORROWED, borrowed
-from .branches import ValuesAsked
-from .eager import EagerStep, random_state_kept, run_eagerly
-from .isolation import can_differentiate, can_isolate, run_in_child
+from .capture.answers import answers_of
+from .capture.borrow import BORROWED, borrowed
+from .capture.branches import ValuesAsked
+from .capture.eager import EagerStep, random_state_kept, run_eagerly
+from .capture.isolation import can_differentiate, can_isolate, run_in_child
+from .capture.step_module import ExportedStep, StepModule
+from .capture.torch_versions import is_tested
+from .lower.kinds import PROGRAMS, kinds
 from .outside.notes import Notes
-from .step_module import ExportedStep, StepModule
-from .torch_versions import is_tested
 
 if TYPE_CHECKING:
     import onnx
@@ -100,8 +101,8 @@ class GraphBuilder:
         """
         step = self.step
         if padded:  # for a comparison, which needs no compiled loops
-            step = dataclasses.replace(step, padding_mask="", kernels="pytorch")
-        if training and fetched is not None and step.kernels != "onnxruntime":
+            step = dataclasses.replace(step, padding_mask="", kernels=PROGRAMS.name)
+        if training and fetched is not None and kinds(step.kernels)[0].of_pytorch:
             unfetched = frozenset(step.description.output_names).difference(fetched)
             step = dataclasses.replace(step, unfetched=unfetched)
         return self._finished(dataclasses.replace(self, step=step)._exported(batch, training, branching))
@@ -162,7 +163,7 @@ class GraphBuilder:
 
             draw = progress.draw if progress.shown else None
             # A training step on PyTorch's kernels does not need ONNX Runtime.
-            meanwhile = None if training and self.step.kernels != "onnxruntime" else preload
+            meanwhile = None if training and kinds(self.step.kernels)[0].of_pytorch else preload
             answer = run_in_child(in_child, draw, meanwhile) if can_isolate() else None
             found = made(self.step) if answer is None else Export.from_bytes(answer)
         if training and self.depends_on_modes is not None:
@@ -195,8 +196,7 @@ class GraphBuilder:
             _warn_once(problem)
         graph = found.step
         kind = f"{graph.kind} and backward" if found.backward else graph.kind
-        kernels = ", computed by PyTorch's kernels" if graph.programs else ""
-        kernels += " and compiled loops" if graph.programs and self.step.kernels == "compiled" else ""
+        kernels = f", computed by {kinds(self.step.kernels)[0].title}" if graph.programs is not None else ""
         if found.found:
             _log.info("loaded the %s graph from the cache in %.1f s%s: %s", kind, seconds, kernels, found.kept)
         else:

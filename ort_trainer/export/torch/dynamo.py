@@ -7,7 +7,6 @@ PyTorch's. Each graph becomes a model of programs, as everywhere here. Random nu
 from __future__ import annotations
 
 import copy
-import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -21,14 +20,15 @@ from ...core.errors import ExportError, warn
 from ...engine.programs.runner import ProgramRunner
 from ...engine.torch_memory import TorchMemory, shaped
 from ...step import SIZES, Step, TensorSpec, dtype_name
-from .differentiate import lift_attributes
-from .divide import needed_for, part_of
+from .fx.symbols import SymbolNames, hint
+from .fx.values import base_of, is_tensor, memory_order
+from .fx.view_writes import refuse_sums_over_windows
+from .graph.differentiate import lift_attributes
+from .graph.divide import needed_for, part_of
+from .graph.named_graph import NamedGraph, add_sizes
+from .lower.programs.build import ProgramBuilder
+from .lower.programs.rewrites import rewrite
 from .operators.indexing import dense_embedding, dense_embedding_bag
-from .programs.build import ProgramBuilder, add_sizes
-from .programs.rewrites import rewrite
-from .programs.values import base_of, is_tensor, memory_order
-from .symbols import SymbolNames, hint
-from .view_writes import refuse_sums_over_windows
 
 __all__ = ["ort_trainer"]
 
@@ -128,17 +128,16 @@ class _Lowered:
             named.append((source, SIZES))
             specs.append(TensorSpec(SIZES, "float32", None))
         outputs = [(node, f"output_{at}") for at, node in enumerate(tensors)]
-        made = ProgramBuilder(graph, named, outputs, constants, symbols, sizes, list(tensors)).build()
+        lowered = NamedGraph(module, named, outputs, constants, symbols, sizes, ordered=list(tensors))
+        programs = ProgramBuilder(lowered).build()
         step = Step(
             kind="forward",
             inputs=tuple(specs),
             outputs=tuple(TensorSpec(name, dtype_name(node.meta["val"].dtype), None) for node, name in outputs),
             loss="",
             state={},
-            stored=made.model,
-            programs=made.programs,
+            programs=programs,
         )
-        step = dataclasses.replace(step, stored=step.serialized())
         self._runner = ProgramRunner(step, {}, TorchMemory(torch.device("cpu")), deterministic=False)
         orders = [memory_order(node.meta["val"]) for node in tensors]
         # Programs return tensors in their order in memory.

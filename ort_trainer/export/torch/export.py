@@ -27,20 +27,22 @@ from ...core.errors import ExportError
 from ...engine.torch_memory import in_order, order_of
 from ...step import Step
 from ..cache import Export, ExportCache, violated
-from .borrow import borrowed, quiet
-from .branches import ValuesAsked
-from .call import ExportedCall
-from .capture import Capture, capture
-from .explain import forward_line, may_be_sizes
-from .fingerprint import NoFingerprint, fingerprint
-from .index_ranges import find_index_ranges, reads_values
+from .capture.borrow import borrowed, quiet
+from .capture.branches import ValuesAsked
+from .capture.call import ExportedCall
+from .capture.capture import Capture, capture
+from .capture.fingerprint import NoFingerprint, fingerprint
+from .capture.index_ranges import find_index_ranges, reads_values
+from .capture.step_module import ExportedStep
+from .fx.explain import forward_line, may_be_sizes
+from .fx.symbols import remembered_sizes
+from .graph.kernels import Kernels
+from .lower.kinds import ONNX_RUNTIME, kinds
 from .outside.places import Place, read
 from .outside.recorder import Recorder
-from .step_module import ExportedStep
-from .symbols import remembered_sizes
 
 if TYPE_CHECKING:
-    from .differentiate import FlatGraph
+    from .graph.flat_graph import FlatGraph
 
 __all__ = ["export"]
 
@@ -71,20 +73,19 @@ def export(
             answers.
     """
     attempt = functools.partial(_Exporter, step, batch, training, cache, stage)
+    preferred, *others = kinds(step.kernels) if training else [ONNX_RUNTIME]
     with quiet(), remembered_sizes():
-        if not training or step.kernels == "onnxruntime":
-            return attempt(for_kernels=False).run()
         try:
-            return attempt(for_kernels=True).run()
+            return attempt(preferred).run()
         except ExportError as error:
-            if step.kernels != "auto" or step.padding_mask:
+            if not others or step.padding_mask:
                 raise
-            _log.info("using ONNX Runtime's own kernels: %s", " ".join(str(error).split()))
-        return attempt(for_kernels=False).run()
+            _log.info("using %s: %s", others[0].title, " ".join(str(error).split()))
+        return attempt(others[0]).run()
 
 
 class _Exporter:
-    """One export, for PyTorch's kernels or for ONNX Runtime's."""
+    """One export, for one kind of kernels."""
 
     def __init__(
         self,
@@ -93,9 +94,9 @@ class _Exporter:
         training: bool,
         cache: ExportCache | None,
         stage: Callable[[str], None],
-        for_kernels: bool,
+        kernels: Kernels,
     ) -> None:
-        self._step, self._training, self._for_kernels = step, training, for_kernels
+        self._step, self._training, self._kernels = step, training, kernels
         self._cache, self._stage = cache, stage
         self._inputs = step.description.inputs
         self._sample = [batch[entry.name] for entry in self._inputs]
@@ -121,30 +122,26 @@ class _Exporter:
                 f"torch.no_grad(), or from detached tensors?\n  {forward_line(step.model)}"
             )
         from .assemble import assemble  # these take seconds and 100 MB; a cached graph does not need them
-        from .random_inputs import Draws, lift_random_numbers
-        from .recompute import apply_recompute, asks_for_recomputation
+        from .graph.random_inputs import Draws, lift_random_numbers
+        from .graph.recompute import apply_recompute
 
-        draws = Draws(step.fast_random, self._for_kernels)
+        draws = Draws(step.fast_random, within=self._kernels.of_pytorch)
         with graph.following():
             random = lift_random_numbers(graph.module.graph, graph.symbols, draws) if training else {}
-        if step.kernels == "compiled" and training and not of_call and asks_for_recomputation(step.recompute, graph):
-            raise ExportError(
-                "compiled loops decide by themselves what the backward pass computes again: set utils.kernels to 'auto'"
-            )
         if not training:
             described = zip(step.description.outputs, graph.outputs, strict=True)
             graph.read_sizes_from_needed_inputs([node for entry, node in described if not entry.is_loss])
         elif not of_call:
-            apply_recompute(step.recompute, graph, random, step.model, keeps_order=self._for_kernels)
+            self._kernels.check(step, graph)
+            apply_recompute(step.recompute, graph, random, step.model, keeps_order=self._kernels.of_pytorch)
         backward: tuple[Step, ...] = ()
         if isinstance(step, ExportedCall):
             from .assemble_call import CallAssembler
 
-            made, backward = CallAssembler(step, graph, random, self._for_kernels, self._stage).steps()
+            made, backward = CallAssembler(step, graph, random, self._kernels, self._stage).steps()
         else:
-            made = assemble(step, graph, random, self._for_kernels, self._stage)
+            made = assemble(step, graph, random, self._kernels, self._stage)
         reasons = {symbol: self._held.get(symbol) or graph.symbols.reason(symbol) for symbol in made.fixed}
-        made = dataclasses.replace(made, stored=made.serialized())
         return self._noted(self._kept(Export(made, reasons, backward=backward)))
 
     def _noted(self, made: Export) -> Export:
@@ -183,13 +180,13 @@ class _Exporter:
                 if known is not None:
                     return known
                 self._stage("differentiate")
-                from .differentiate import differentiate  # takes seconds; a cached graph does not need it
+                from .graph.differentiate import differentiate  # takes seconds; a cached graph does not need it
 
                 # Before operators are replaced. Indices of a call may be computed; the kernels check them.
                 described = None if isinstance(self._step, ExportedCall) else self._step.description
                 ranges = () if described is None else find_index_ranges(captured, described)
                 autocast = self._step.autocast_for(self._sample)
-                found = differentiate(captured, self._module, self._inputs, autocast, self._for_kernels)
+                found = differentiate(captured, self._module, self._inputs, autocast, self._kernels)
                 found = dataclasses.replace(found, index_ranges=ranges)
             except ExportError as error:
                 if not enlarged:
@@ -233,13 +230,19 @@ class _Exporter:
         """Captures the step with another recorder, which the module keeps; None, and nothing kept, if that differs."""
         first = self._module.recorder
         with contextlib.suppress(NoFingerprint, ExportError):  # then the next step asks for another graph
-            key = fingerprint(captured, self._module, self._step, self._training)
+            key = self._fingerprint(captured)
             self._module.recorder = second
             again = attempt()
-            if fingerprint(again, self._module, self._step, self._training) == key:
+            if self._fingerprint(again) == key:
                 return again
         self._module.recorder = first
         return None
+
+    def _fingerprint(self, captured: Capture) -> str:
+        step = self._step
+        # Of all kinds that the option allows: an export for another kind than the preferred one has the same key.
+        keys = [kind.key() for kind in kinds(step.kernels)]
+        return fingerprint(captured, self._module, step, self._training, keys)
 
     def _captured_with_counters(self, attempt: Callable[[], Capture], sample: Sequence[torch.Tensor]) -> Capture:
         """Captures the step; once more if it counts, or replaces buffers, which only the first capture shows."""
@@ -306,7 +309,7 @@ class _Exporter:
         if self._cache is None:
             return None
         try:
-            key = fingerprint(captured, self._module, self._step, self._training)
+            key = self._fingerprint(captured)
         except NoFingerprint as reason:
             self._key = ""
             self._remarks.append(f"this export can't be cached: {reason}")

@@ -19,11 +19,13 @@ from ...options import ModelDescription, ORTTrainerOptions
 from ...options.trainer_options import MINIMUM_OPSET
 from ..model_source import Builder, Layouts, Memory, ModelSource, Named, autocast_dtype, check_names
 from ..nested import Layout
-from .borrow import BORROWED
 from .builder import GraphBuilder
-from .describe import describe, name_sample
+from .capture.borrow import BORROWED
+from .capture.describe import describe, name_sample
+from .capture.step_module import ExportedStep, LossFunction, RecomputeOptions, canonical_names, check_signature
+from .graph.kernels import Kernels
 from .guard import Guard
-from .step_module import ExportedStep, LossFunction, RecomputeOptions, canonical_names, check_signature
+from .lower.kinds import ONNX_RUNTIME, PROGRAMS, choose, kinds
 
 __all__ = ["TorchSource", "recompute_options"]
 
@@ -120,9 +122,10 @@ class TorchSource(ModelSource):
                 f"utils.share_weights is False, but {optim_config.name} updates the model itself, not copies: leave "
                 "the option out, or use a config of ort_trainer.optim"
             )
-        if self._options.utils.kernels == "compiled" and not self._options.debug.check_indices:
+        kernels = self._options.utils.kernels
+        if not kinds(kernels)[0].checks_indices and not self._options.debug.check_indices:
             raise ValueError(
-                "debug.check_indices is False, but utils.kernels is 'compiled': compiled loops end the process at an "
+                f"debug.check_indices is False, but utils.kernels is {kernels!r}: compiled loops end the process at an "
                 "index that is out of range, so leave the check on, or set utils.kernels to 'auto'"
             )
         opset = self._options._internal_use.onnx_opset_version
@@ -138,11 +141,11 @@ class TorchSource(ModelSource):
         Raises:
             ValueError: If PyTorch's kernels were requested but can't be used.
         """
-        chosen = self._options.utils.kernels
-        reason = "" if chosen == "onnxruntime" else self._against_pytorch_kernels()
-        if reason and chosen != "auto":
-            raise ValueError(f"utils.kernels is {chosen!r}, but {reason}: set it to 'auto' or 'onnxruntime'")
-        return "onnxruntime" if reason else chosen
+        name = self._options.utils.kernels
+        usable, reason = choose(name, self._objection)
+        if not usable:
+            raise ValueError(f"utils.kernels is {name!r}, but {reason}: set it to 'auto' or 'onnxruntime'")
+        return usable
 
     def _padding_mask(self, description: ModelDescription) -> str:
         """Returns the input that says which places are padded, if they are left out.
@@ -151,8 +154,8 @@ class TorchSource(ModelSource):
             ValueError: If there is no such input, or PyTorch's kernels can't be used.
         """
         name = self._options.utils.remove_padding
-        if name and self._kernels() == "onnxruntime":
-            reason = self._against_pytorch_kernels() or "utils.kernels is 'onnxruntime'"
+        if name and not kinds(self._kernels())[0].of_pytorch:
+            reason = self._objection(PROGRAMS) or "utils.kernels is 'onnxruntime'"
             raise ValueError(f"utils.remove_padding is {name!r}, which needs PyTorch's kernels, but {reason}")
         if name and name not in description.input_names:
             raise ValueError(
@@ -161,12 +164,15 @@ class TorchSource(ModelSource):
             )
         return name
 
-    def _against_pytorch_kernels(self) -> str:
+    def _objection(self, kernels: Kernels) -> str:
+        """Returns why a kind of kernels can't be used; "" if it can."""
         options = self._options
-        if torch.device(options.device.id).type != "cpu" and has_cuda():
+        if kernels.objection(torch.device(options.device.id)) and has_cuda():
             return "training does not run on the CPU"
-        if any(value.device.type != "cpu" for value in self.parameters.values()):
+        if any(kernels.objection(value.device) for value in self.parameters.values()):
             return "the model is not on the CPU"
+        if not kernels.of_pytorch:
+            return ""
         internal, debug = options._internal_use, options.debug
         given = {
             "session_options": options.session_options is not None,
@@ -218,7 +224,7 @@ class TorchSource(ModelSource):
             opset=max(internal.onnx_opset_version, MINIMUM_OPSET),
             simplified=internal.enable_internal_postprocess,
             recompute=recompute_options(self._options),
-            kernels="onnxruntime" if portable else self._kernels(),
+            kernels=ONNX_RUNTIME.name if portable else self._kernels(),
             fast_random=self._options.utils.random_numbers == "fast",
             padding_mask="" if portable else self._padding_mask(description),
             carries=not portable,

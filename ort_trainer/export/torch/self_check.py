@@ -16,10 +16,10 @@ from ...core.errors import ExportError, warn
 from ...engine import Executor
 from ...options import ModelDescription
 from ..cache import SOURCES_AT_IMPORT, ExportCache
-from . import torch_versions
+from .capture import torch_versions
+from .capture.isolation import can_differentiate, can_isolate, run_in_child
+from .capture.step_module import ExportedStep
 from .export import export
-from .isolation import can_differentiate, can_isolate, run_in_child
-from .step_module import ExportedStep
 
 __all__ = ["check_torch"]
 

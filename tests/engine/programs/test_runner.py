@@ -12,27 +12,25 @@ import torch
 from ort_trainer import ORTTrainer, optim
 from ort_trainer.core.dims import evaluate, evaluate_number
 from ort_trainer.engine.programs import Program
-from ort_trainer.engine.programs.nodes import read_nodes
+from ort_trainer.engine.programs.compiler import loaded
 from ort_trainer.engine.programs.program import find_operator
 from ort_trainer.engine.programs.runner import ProgramRunner
-from ort_trainer.step import Step
+from ort_trainer.step import ProgramGraph, Step
+from ort_trainer.step.program_graph import Constant, ProgramCall
 
 from ...helpers import MLP, mlp_batches, mlp_trainer
 from ...train.test_kernels import MODELS, trainer
 
 
 def interpreted(graph: Step, values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Runs a graph as ONNX reads it, node after node; nothing is compiled or freed."""
-    values = dict(values)
-    for name, value in graph.model.graph.initializers.items():
-        assert value.const_value is not None
-        values[name] = torch.from_numpy(value.const_value.numpy().copy())
-    for node in graph.model.graph:
-        program = Program.from_text(graph.programs[node.attributes["operator"].as_string()])
-        taken = [values[str(value.name)] for value in node.inputs if value is not None]
-        sizes = {symbol: taken[index].shape[axis] for symbol, (index, axis) in program.symbols.items()}
-        for value, result in zip(node.outputs, results_of(program, taken, sizes), strict=True):
-            values[str(value.name)] = result
+    """Runs a graph node after node; nothing is compiled or freed."""
+    assert graph.programs is not None
+    calls, constants = loaded(graph.programs)
+    values = {**values, **constants}
+    for call in calls:
+        taken = [values[name] for name in call.inputs]
+        sizes = {symbol: taken[index].shape[axis] for symbol, (index, axis) in call.program.symbols.items()}
+        values.update(zip(call.outputs, results_of(call.program, taken, sizes), strict=True))
     return values
 
 
@@ -87,12 +85,26 @@ def test_a_graph_as_one_function_gives_the_same_bits(name: str, monkeypatch: pyt
     assert all(torch.equal(value, states[1][key]) for key, value in states[0].items())
 
 
-def test_a_node_that_is_no_program_is_refused() -> None:
-    ours = mlp_trainer({"utils": {"kernels": "pytorch"}})
-    ours.prepare(mlp_batches(1)[0])
-    graph = ours.session.graphs(True)[0]
-    with pytest.raises(ValueError, match=r"operator org\.pytorch\.aten::ATen, is not a program of PyTorch's operators"):
-        read_nodes(graph.serialized(), {})
+def test_a_damaged_graph_is_refused() -> None:
+    call = ProgramCall("node", "key", ("x",), ("y",))
+    data = ProgramGraph({"key": "{}"}, (call,), {"c": Constant("float32", (2,), b"1234")}).to_bytes()
+    with pytest.raises(ValueError, match="constant 'c' is damaged: 4 bytes of float32, shape \\[2\\]"):
+        loaded(ProgramGraph.from_bytes(data))
+    for wrong in (data[:-1], data + b"1", data[:20], ProgramGraph({}, (call,)).to_bytes()):
+        with pytest.raises(ValueError, match="this is not a graph of programs"):
+            ProgramGraph.from_bytes(wrong)
+
+
+def test_a_part_of_a_graph() -> None:
+    constants = {"c": Constant("bool", (), b"1"), "d": Constant("bool", (), b"1")}
+    calls = (
+        ProgramCall("a", "1", ("x", "c"), ("y", "z")),
+        ProgramCall("b", "2", ("w", "d"), ("v",)),
+        ProgramCall("c", "1", ("y",), ("u",)),
+    )
+    part = ProgramGraph({"1": "one", "2": "two"}, calls, constants).pruned(["u"])
+    assert part == ProgramGraph({"1": "one"}, (calls[0], calls[2]), {"c": constants["c"]})
+    assert part.inputs == {"x"}
 
 
 def test_scatters_are_deterministic_if_that_is_asked_for() -> None:

@@ -6,13 +6,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from ort_trainer.export.torch.capture.capture.capture.borrow import borrowed
+from ort_trainer.export.torch.capture.capture.capture.capture import capture
+from ort_trainer.export.torch.capture.capture.capture.step_module import StepModule
 from torch import nn
 
 from ort_trainer.export.torch import ExportedStep
-from ort_trainer.export.torch.borrow import borrowed
-from ort_trainer.export.torch.capture import capture
-from ort_trainer.export.torch.differentiate import FlatGraph, differentiate
-from ort_trainer.export.torch.step_module import StepModule
+from ort_trainer.export.torch.graph.differentiate import differentiate
+from ort_trainer.export.torch.graph.flat_graph import FlatGraph
+from ort_trainer.export.torch.lower.kinds import ONNX_RUNTIME
 from ort_trainer.options import ModelDescription
 
 
@@ -31,4 +33,4 @@ def captured(
     with borrowed(module, {f"model.{name}" for name in trainable} if training else set(), training, None):
         inputs = step.description.inputs
         program = capture(module, inputs, sample, step.autocast_for(sample))
-        return differentiate(program, module, inputs, step.autocast_for(sample))
+        return differentiate(program, module, inputs, step.autocast_for(sample), ONNX_RUNTIME)

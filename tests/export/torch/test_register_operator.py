@@ -16,8 +16,8 @@ from torch import nn
 
 import ort_trainer
 from ort_trainer import ExportError, ORTTrainer, optim, register_operator
+from ort_trainer.export.torch.lower.onnx.translate import decomposition_table
 from ort_trainer.export.torch.operators import registry
-from ort_trainer.export.torch.translate import decomposition_table
 
 from ...helpers import assert_close
 

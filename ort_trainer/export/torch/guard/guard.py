@@ -17,12 +17,12 @@ from torch import nn
 
 from ....core.interrupts import uninterrupted
 from ...model_source import Named, nothing_to_train
-from ..borrow import BORROWED
+from ..capture.borrow import BORROWED
+from ..capture.step_module import canonical_names
 from ..outside.carried import CarriedState
 from ..outside.changes import BACKWARD_HOOKS, GLOBAL_HOOKS, HOOKS
 from ..outside.notes import Notes
 from ..outside.places import Place
-from ..step_module import canonical_names
 from .condition import Condition
 from .reads import GONE, Reads, Root, listed
 from .shared_tensors import SharedTensors

@@ -12,7 +12,7 @@ from torch import nn
 from ....engine.ownership import own_copies, owned_dtype, shared_groups
 from ....engine.torch_memory import freed_storages
 from ...model_source import Memory, Named
-from ..borrow import BORROWED
+from ..capture.borrow import BORROWED
 from .condition import Condition
 
 __all__ = ["SharedTensors"]

@@ -1,4 +1,4 @@
-"""``after``, an operator of our own: it returns a tensor unchanged, but only after others have been computed.
+"""The operator ``after``, which :mod:`~..graph.recompute` inserts, in ONNX.
 
 ONNX has no such operator. It becomes a Reshape to the tensor's own shape, where the shape includes empty slices of the
 other tensors. Nothing is copied. Optimizers that know shapes would remove such a Reshape, so the operator first belongs
@@ -13,19 +13,13 @@ from typing import Any
 
 import onnx
 import onnx_ir as ir
-import torch
 
+from ..graph.recompute import AFTER
 from .registry import Value, translation
 
-__all__ = ["AFTER", "lower_after"]
+__all__ = ["lower_after"]
 
 _DOMAIN = "ort_trainer"
-_library: Any = torch.library.Library(_DOMAIN, "DEF")  # type: ignore[no-untyped-call]
-_library.define("after(Tensor value, Tensor[] others) -> Tensor")
-_library.impl("after", lambda value, others: value.clone(), "CompositeExplicitAutograd")
-
-AFTER: Any = torch.ops.ort_trainer.after.default
-
 _ANY = [f"tensor({kind})" for kind in ("float", "double", "float16", "bfloat16", "int64", "int32", "bool")]
 _Formal = onnx.defs.OpSchema.FormalParameter
 _SCHEMA = onnx.defs.OpSchema(

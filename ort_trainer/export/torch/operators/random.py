@@ -11,8 +11,8 @@ import torch
 
 from ....core.errors import ExportError
 from ....engine.programs.operators import LIBRARY
-from ..explain import source_line
-from ..random_inputs import Lifter
+from ..fx.explain import source_line
+from ..graph.random_inputs import Lifter
 from .dtypes import number
 from .registry import Value, keep, op, random_operator, replacement, translation
 

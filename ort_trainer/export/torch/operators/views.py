@@ -10,7 +10,7 @@ import torch
 
 from ....core.errors import ExportError
 from ....engine.torch_memory import dense_order
-from ..random_inputs import order_when_empty
+from ..graph.random_inputs import order_when_empty
 from .registry import Size, Value, decomposition, op, replacement, translation
 
 aten = torch.ops.aten

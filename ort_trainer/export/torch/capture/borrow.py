@@ -1,0 +1,158 @@
+"""Uses the user's model and PyTorch for an export, and restores them: what a forward pass reads, changes and keeps."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import warnings
+from collections.abc import Collection, Iterator, Mapping
+
+import torch
+from torch import nn
+
+from ....core.errors import ExportError
+
+__all__ = [
+    "BORROWED",
+    "AssignedBuffers",
+    "borrowed",
+    "quiet",
+]
+
+BORROWED = threading.RLock()
+"""Held while a model's tensors are read or it is exported: an export changes it, and PyTorch, for a while."""
+
+# They log every step, print whole graphs when an export fails, and warn about irrelevant packages.
+_LOGGERS = ("torch", "torch.export", "torch.fx", "torch.onnx", "torch._functorch", "onnxscript", "onnx_ir")
+_WARNINGS = (
+    # Modules such as LSTM keep lists of their weights, which an export reassigns.
+    "The tensor attributes? .*_flat_weights.* (was|were) assigned during export",
+    ".*isinstance\\(treespec, LeafSpec\\).*",
+    # The conversion raises its own error afterwards.
+    "Converting a tensor with requires_grad=True to a scalar.*",
+)
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Mutes the libraries while the block runs; errors still raise."""
+    loggers = [(logging.getLogger(name), logging.getLogger(name).level) for name in _LOGGERS]
+    try:
+        for logger, _ in loggers:
+            logger.setLevel(logging.CRITICAL)
+        with warnings.catch_warnings():
+            for message in _WARNINGS:
+                warnings.filterwarnings("ignore", message=message)
+            yield
+    finally:
+        for logger, level in loggers:
+            logger.setLevel(level)
+
+
+@contextlib.contextmanager
+def borrowed(
+    module: nn.Module, trainable: Collection[str], training: bool, modes: Mapping[nn.Module, bool] | None = None
+) -> Iterator[None]:
+    """Puts a module into training or evaluation mode with only some parameters trainable, and restores it afterwards.
+
+    The values of buffers are restored as well. What else a forward pass changes is the business of a
+    :class:`~.outside.recorder.Recorder`.
+
+    Args:
+        module: The module.
+        trainable: Names of the parameters that are to require grad, as in ``module.named_parameters()``: for a tied
+            parameter, its first name.
+        training: The mode.
+        modes: Submodules with a separate mode.
+
+    Raises:
+        ExportError: If a forward pass has changed the size of a buffer.
+    """
+    modes_before = [(part, part.training) for part in module.modules()]
+    buffers = [(name, buffer, buffer.detach().clone()) for name, buffer in module.named_buffers()]
+    flags = [(parameter, parameter.requires_grad) for parameter in module.parameters()]
+    try:
+        module.train(training)
+        for part, mode in (modes or {}).items():
+            part.training = mode
+        for name, parameter in module.named_parameters():
+            parameter.requires_grad_(name in trainable)
+        yield
+    finally:
+        for part, mode in modes_before:
+            part.training = mode
+        for parameter, flag in flags:
+            parameter.requires_grad_(flag)
+        resized = [name for name, buffer, value in buffers if buffer.shape != value.shape]
+        with torch.no_grad():
+            for name, buffer, value in buffers:
+                if name in resized:
+                    buffer.resize_(value.shape)
+                # A copy would count as a change for graphs of autograd that have saved it.
+                if not buffer.is_meta and not torch.equal(buffer, value):
+                    buffer.copy_(value)
+    if resized:
+        resized = [name.removeprefix("model.") for name in resized]
+        raise ExportError(
+            f"forward() changes the size of the buffers {resized}, which a graph can't do: if only its first call does "
+            "so, as with observers of torch.ao.quantization, call the model once before making the trainer"
+        )
+
+
+class AssignedBuffers:
+    """The buffers of a module that its forward() replaces by others, instead of changing them in place.
+
+    An exporter drops such assignments, so they become changes in place. From the second run on, the model reads a copy
+    of each of them, so that the backward pass finds the value from before.
+
+    Args:
+        module: The module.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._known: set[tuple[nn.Module, str]] = set()
+        self._are_copied: set[tuple[nn.Module, str]] = set()
+
+    @property
+    def are_new(self) -> bool:
+        """Whether the last run has assigned a buffer that it has not read as a copy."""
+        return not self._known <= self._are_copied
+
+    @contextlib.contextmanager
+    def as_updates(self) -> Iterator[None]:
+        """Turns ``self.buffer = value`` in the context into an update in place.
+
+        Raises:
+            ExportError: If a buffer is assigned a value of another shape or dtype.
+        """
+        own = [
+            (part, key, value)
+            for part in self._module.modules()
+            for key, value in part._buffers.items()
+            if value is not None
+        ]
+        self._are_copied = set(self._known)
+        read = {(part, key): value.clone() if (part, key) in self._known else value for part, key, value in own}
+        assigned: list[tuple[nn.Module, str, torch.Tensor, torch.Tensor | None]] = []
+        for (part, key), value in read.items():
+            part._buffers[key] = value
+        try:
+            yield
+        finally:
+            for part, key, value in own:
+                if part._buffers.get(key) is not read[part, key]:
+                    assigned.append((part, key, value, part._buffers.get(key)))
+                part._buffers[key] = value
+        for part, key, old, new in assigned:
+            self._known.add((part, key))
+            if new is None or new.shape != old.shape or new.dtype != old.dtype:
+                raise ExportError(
+                    f"forward() of {type(part).__name__} assigns a value of another shape or dtype to its buffer "
+                    f"{key!r}, which a graph can't do: keep the buffer's shape and dtype"
+                )
+        # A value may be another of these buffers, so all are copied before any is changed.
+        values = [new.detach().clone() for _, _, _, new in assigned if new is not None]
+        for (_, _, old, _), value in zip(assigned, values, strict=True):
+            old.copy_(value)

@@ -1,0 +1,124 @@
+"""A call of a module alone, whose forward and backward pass become graphs of their own: what is exported."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ....options import InputDescription, ModelDescription
+from ...nested import Layout, flatten, rebuild
+from ..outside.places import Step
+from .step_module import ExportedStep, StepModule
+
+__all__ = ["CallDescription", "CallModule", "ExportedCall"]
+
+
+class CallDescription(ModelDescription):
+    """The inputs of a call; its outputs are whatever tensors the module returns.
+
+    Args:
+        inputs: Name of an input -> its sizes, and names of dimensions whose size may change from call to call.
+    """
+
+    def __init__(self, inputs: Mapping[str, Sequence[int | str]]) -> None:
+        self.inputs = tuple(InputDescription(name, tuple(shape)) for name, shape in inputs.items())
+        self.outputs = ()
+        self.inferred, self.corrected = True, False
+
+    def covers(self, shapes: Mapping[str, tuple[int, ...]]) -> bool:
+        """Returns whether fixed sizes are those of the inputs, and dimensions of one name have one size."""
+        return self.covering(shapes).inputs == self.inputs
+
+    def covering(self, shapes: Mapping[str, tuple[int, ...]]) -> CallDescription:
+        """Returns a description that also covers inputs of these shapes, with the same numbers of dimensions.
+
+        Fixed sizes that differ become symbolic. If dimensions of one name have several sizes, each gets its own name.
+        """
+        known = {entry.name: entry.shape for entry in self.inputs}
+        wider = {
+            name: [
+                f"{name}_{axis}" if isinstance(size, int) and size != shapes[name][axis] else size
+                for axis, size in enumerate(shape)
+            ]
+            for name, shape in known.items()
+        }
+        sizes: dict[str, set[int]] = {}
+        for name, shape in wider.items():
+            for size, given in zip(shape, shapes[name], strict=True):
+                if isinstance(size, str):
+                    sizes.setdefault(size, set()).add(given)
+        shared = {symbol for symbol, found in sizes.items() if len(found) > 1}
+        return CallDescription(
+            {
+                name: [f"{name}_{axis}" if size in shared else size for axis, size in enumerate(shape)]
+                for name, shape in wider.items()
+            }
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExportedCall(ExportedStep):
+    """What is exported for a call; of the fields of a step, ``loss_fn`` and what belongs to it are unused.
+
+    Attributes:
+        args: Layouts of the positional arguments.
+        kwargs: Layouts of the keyword arguments.
+        requires_grad: Names of the inputs that require grad.
+        arguments: Numbers among the arguments that change from call to call, by name.
+    """
+
+    args: tuple[Layout, ...]
+    kwargs: Mapping[str, Layout]
+    requires_grad: frozenset[str]
+    arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def module(self) -> CallModule:
+        """Returns the call as a function of flat tensors."""
+        return CallModule(self)
+
+    def as_leaves(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Returns inputs without their history, which require grad if those of the call do."""
+        named = zip(self.description.input_names, inputs, strict=True)
+        return [value.detach().requires_grad_(name in self.requires_grad) for name, value in named]
+
+
+class _Arguments(dict[str, Any]):
+    """A class of its own, as torch.export empties plain containers that it finds in modules."""
+
+
+class CallModule(StepModule):
+    """A call as a function: input tensors in, all tensors that the module returns out, as they are."""
+
+    hooks_of_parameters = True
+
+    def __init__(self, call: ExportedCall) -> None:
+        super().__init__(call)
+        self._args, self._kwargs = call.args, call.kwargs
+        self.arguments = _Arguments(call.arguments)
+        self.recorder.numbers |= {(Step("get", "arguments"), Step("key", name)) for name in call.arguments}
+
+    def run(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Runs the module."""
+        tensors = {**dict(zip(self._names, inputs, strict=True)), **self.arguments}
+        args = [rebuild(layout, tensors) for layout in self._args]
+        kwargs = {name: rebuild(layout, tensors) for name, layout in self._kwargs.items()}
+        result = self.model(*args, **kwargs)
+        try:
+            return tuple(map(self.result, self.recorder.written(result)))
+        except TypeError:  # of a class that only exists in a function, for example
+            self.recorder.result = None
+        leaves: dict[str, torch.Tensor] = {}
+        flatten("output", result, leaves, objects=True)
+        return tuple(map(self.result, leaves.values()))
+
+    @staticmethod
+    def result(tensor: torch.Tensor) -> torch.Tensor:
+        """Returns a tensor as a result.
+
+        AOTAutograd handles outputs that share memory in its own run-time wrapper; copies, which are dropped from the
+        graph, keep it from that.
+        """
+        return tensor.clone()

@@ -1,0 +1,144 @@
+"""Runs a function in a child process and returns its bytes; all memory that it used is released afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from ....core.errors import ExportError, IdleOptionError
+from ....core.forked import forked
+from .branches import ValuesAsked
+
+__all__ = ["can_differentiate", "can_isolate", "run_in_child"]
+
+_ERRORS: dict[str, type[Exception]] = {
+    kind.__name__: kind for kind in (ExportError, IdleOptionError, TypeError, ValueError, ValuesAsked)
+}
+
+# A child that uses no CPU time for this long is stuck.
+_STANDSTILL_SECONDS = 10.0
+# How often while_waiting is called.
+_TICK_SECONDS = 0.1
+
+
+def can_isolate() -> bool:
+    """Returns whether an export can run in a child process here.
+
+    The child is a fork, so it has the user's model without copying or serializing it. CUDA and macOS's own libraries do
+    not survive a fork. The environment variable ``ORT_TRAINER_EXPORT_IN_PROCESS=1`` keeps exports in the process, so
+    that a debugger can step into the model.
+    """
+    in_process = os.environ.get("ORT_TRAINER_EXPORT_IN_PROCESS", "") not in ("", "0")
+    return (
+        sys.platform == "linux"
+        and not in_process
+        and threading.current_thread() is threading.main_thread()
+        and not torch.cuda.is_available()
+    )
+
+
+def run_in_child(
+    function: Callable[[], bytes | None],
+    while_waiting: Callable[[], None] | None = None,
+    meanwhile: Callable[[], None] | None = None,
+) -> bytes | None:
+    """Runs a function in a forked child process and returns its result.
+
+    Args:
+        function: The function.
+        while_waiting: Called repeatedly in this process while the child works.
+        meanwhile: Called once in this process while the child works.
+
+    Returns:
+        The bytes; None if the function returned None, or the child died or was killed because it was stuck: the caller
+        must do the work itself.
+
+    Raises:
+        IdleOptionError, TypeError, ValueError, ValuesAsked: If the function raised one of these.
+        ExportError: If the function raised any other exception.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    child, reader = forked(lambda writer: _answer(function, writer))
+    try:
+        if meanwhile is not None:
+            meanwhile()
+        answer = _read_all(reader, child, while_waiting)
+    finally:
+        os.close(reader)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)  # it has answered, died, or is stuck
+        os.waitpid(child, 0)
+    if answer[:1] == b"-":
+        name, *arguments = json.loads(answer[1:])
+        raise _ERRORS.get(name, ExportError)(*arguments)
+    return answer[1:] if answer[:1] == b"+" else None
+
+
+def _read_all(reader: int, child: int, while_waiting: Callable[[], None] | None) -> bytes:
+    """Reads the child's answer; returns no bytes if the child ends without one or is stuck."""
+    parts: list[bytes] = []
+    used, looked = -1.0, time.perf_counter()
+    tick = _STANDSTILL_SECONDS if while_waiting is None else _TICK_SECONDS
+    while True:
+        ready, _, _ = select.select([reader], [], [], tick)
+        if ready:
+            part = os.read(reader, 1 << 20)
+            if not part:
+                return b"".join(parts)
+            parts.append(part)
+            continue
+        if while_waiting is not None:
+            while_waiting()
+        if time.perf_counter() - looked < _STANDSTILL_SECONDS:
+            continue
+        looked = time.perf_counter()
+        before, used = used, _cpu_seconds(child)
+        if used == before:
+            return b""
+
+
+def _cpu_seconds(process: int) -> float:
+    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def can_differentiate() -> bool:
+    """Returns whether autograd works in this process: not in a fork of a process in which it has begun threads.
+
+    Builds of torch with CUDA begin them even without a GPU, if backward() follows the first use of torch.export.
+    """
+    value = torch.ones((), requires_grad=True)
+    try:
+        torch.autograd.grad(value * 1.0, value)
+    except RuntimeError:
+        return False
+    return True
+
+
+def _answer(function: Callable[[], bytes | None], writer: int) -> None:
+    """Runs the function in the child. It uses one thread, because the parent's threads do not exist after a fork."""
+    torch.set_num_threads(1)
+    try:
+        made = function()
+        answer = b"" if made is None else b"+" + made
+    except Exception as error:
+        known = type(error).__name__ in _ERRORS
+        message = str(error) if known else "".join(traceback.format_exception(error))
+        arguments = error.args if isinstance(error, IdleOptionError) else (message,)
+        answer = b"-" + json.dumps([type(error).__name__, *arguments]).encode()
+    with os.fdopen(writer, "wb") as stream:
+        stream.write(answer)
+    sys.stdout.flush()
+    sys.stderr.flush()

@@ -1,0 +1,189 @@
+"""Tells users where in their code an operator or an error comes from, and what to do about it."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import traceback
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ....core.errors import ExportError
+
+__all__ = [
+    "LIBRARIES",
+    "explain",
+    "forward_line",
+    "gradients_within",
+    "line_of_trace",
+    "may_be_sizes",
+    "shown_place",
+    "source_line",
+    "source_line_of_error",
+    "way_out",
+]
+
+# Not the user's code: PyTorch and this package.
+_TORCH = Path(torch.__file__).parent
+LIBRARIES = (str(_TORCH), str(Path(__file__).parent))
+# The parts of PyTorch that compute in Python; the other parts only capture the model.
+_COMPUTES = tuple(str(_TORCH / part) for part in ("nn", "distributions", "functional.py", "_decomp", "_refs"))
+_GRADIENTS = tuple(
+    str(_TORCH / part) for part in ("autograd/__init__.py", "autograd/functional.py", "_functorch/eager_transforms.py")
+)
+_CALLS_FORWARD = str(_TORCH / "nn" / "modules" / "module.py")
+_BY_VALUES = "depends on the values of tensors, which a graph does not know"
+_BEFORE_THE_STEP = (
+    "before the step, in PyTorch under torch.no_grad(), if it needs no gradient (for example, to mine hard negatives), "
+    "and pass the result as a label (docs/cookbook.md#hard-negatives)"
+)
+
+
+def explain(error: Exception, exporter: str, model: str) -> str:
+    """Returns what the exporter could not do, where, and what to do instead."""
+    gradients = gradients_within(error, model)
+    if gradients:
+        return gradients
+    what, inner = None, _library_line_of_error(error)
+    next_step, result = _errors_of_values()
+    if isinstance(error, next_step):
+        what = f"what it does next {_BY_VALUES}"
+    elif isinstance(error, result):
+        what = f"the result of {error.func} {_BY_VALUES}"
+    if what is not None and inner:
+        hint = (
+            "This function of PyTorch reads values: pass it what it would compute from them (such as num_classes of "
+            "one_hot), or compute the same without it"
+        )
+    elif what is not None:
+        hint = (
+            "For an 'if', compare the tensor or x.item(), not float(x), int(x) or x.tolist(), or compute both branches "
+            "and choose with torch.where; for a number taken from a tensor (float(x), x.item()), keep the tensor; for "
+            "a size (x[mask], nonzero), multiply by the mask instead; or "
+            f"compute it {_BEFORE_THE_STEP}"
+        )
+    elif ".numpy()" in str(error):
+        what = "it reads the values of a tensor with .numpy(), which a graph does not know"
+        hint = f"Compute what depends on them with tensors, or {_BEFORE_THE_STEP}"
+    elif "We found a fake tensor in the exported program constant's list" in str(error):
+        what = "it uses the .data of a tensor, which torch.export can't follow"
+        hint = (
+            "Use x.detach() for x.data; change weights in place in a callback or in the loop, between two steps; and "
+            "make what forward() updates a buffer"
+        )
+    else:
+        what = f"{type(error).__name__}: {error}".partition("\n\n")[0]
+        hint = (
+            "The model must be exportable with torch.export. The usual causes of this error are control flow that "
+            "depends on the values of tensors, and calls into other libraries, such as numpy"
+        )
+    where = source_line_of_error(error) + (f"\n  which calls {inner}" if inner else "")
+    return f"{exporter} could not capture {model}: {what}\n  {where}\n{hint}"
+
+
+def may_be_sizes(error: ExportError) -> bool:
+    """Returns whether an export may have failed because sizes are symbolic, and not because of the model itself."""
+    cause = error.__cause__
+    return cause is not None and not any(isinstance(cause, kinds) for kinds in _errors_of_values())
+
+
+def _errors_of_values() -> tuple[Any, Any]:
+    """Returns torch's errors if what a model does next depends on values, and if the size of a result does."""
+    from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException  # slow
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, PendingUnbackedSymbolNotFound
+
+    return (
+        (GuardOnDataDependentSymNode, PendingUnbackedSymbolNotFound),
+        (DataDependentOutputException, DynamicOutputShapeException),
+    )
+
+
+def gradients_within(error: Exception, model: str) -> str:
+    """Returns the message for a model or loss that computes gradients itself; "" if that did not cause the error."""
+    if not _differentiates_in(error) and "functorch tensor" not in str(error):
+        return ""
+    return (
+        f"{model} can't be captured: it differentiates in its own forward pass (torch.autograd.grad, backward, "
+        "torch.func), but the graph of a step has only one backward pass. Compute that part of the loss in PyTorch: "
+        "call trainer.forward_backward() for the rest, backward() for this part, which adds to the same p.grad, and "
+        "then trainer.optimizer_step() (docs/cookbook.md#a-penalty-on-gradients)\n"
+        f"  {source_line_of_error(error)}"
+    )
+
+
+def way_out(nodes: Iterable[torch.fx.Node]) -> str:
+    """Returns what a user can do about operators that can't be translated."""
+    nodes = list(nodes)
+    # A composite replaces an operator of the model before differentiation decomposes it.
+    captured = [sources[-1].target for node in nodes if (sources := node.meta.get("from_node"))]
+    names = dict.fromkeys(name for name in captured if name.count(".") == 2)
+    operators = " and ".join(names or dict.fromkeys(str(node.target) for node in nodes))
+    return f"Add it with ort_trainer.register_operator, for example a composite of {operators} (docs/contributing.md)"
+
+
+def source_line(node: torch.fx.Node) -> str:
+    """Returns file, line and text of the user's code that an operator comes from, or its module if no line is known."""
+    modules = list((node.meta.get("nn_module_stack") or {}).values())
+    path, kind = modules[-1] if modules else ("", "")
+    name = path.removeprefix("model").removeprefix(".")
+    where = f"module {name!r}, a {str(kind).rpartition('.')[2]}" if name else ""
+    return line_of_trace(node.meta.get("stack_trace"), where)
+
+
+def line_of_trace(trace: str | None, otherwise: str = "") -> str:
+    """Returns file, line and text of the user's code in a stack trace, or else another description."""
+    frames = re.findall(r'File "(.+?)", line (\d+), in (\S+)\n\s*(.*)', trace or "")
+    return _last_of_the_user(frames, otherwise)
+
+
+def forward_line(model: nn.Module) -> str:
+    """Returns the file and line where the forward pass of a model begins."""
+    forward = inspect.unwrap(type(model).forward)
+    try:
+        return f'File "{inspect.getsourcefile(forward)}", line {inspect.getsourcelines(forward)[1]}, in forward'
+    except (OSError, TypeError):  # typed into an interpreter, or not a Python function
+        return f"forward() of {type(model).__name__}, whose source is unknown"
+
+
+def source_line_of_error(error: BaseException) -> str:
+    """Returns file, line and text of the user's code that raised an error."""
+    return _last_of_the_user(_frames_of_error(error))
+
+
+def _library_line_of_error(error: BaseException) -> str:
+    """Returns the line in PyTorch that raised when the user's code called it; "" if the user's own line raised."""
+    frames = _frames_of_error(error)
+    own = [number for number, frame in enumerate(frames) if not frame[0].startswith(LIBRARIES)]
+    inner = [frame for frame in frames[own[-1] + 1 :] if frame[0].startswith(_COMPUTES)] if own else []
+    inner = [frame for frame in inner if frame[0] != _CALLS_FORWARD]
+    return shown_place(inner[-1]) if inner else ""
+
+
+def _differentiates_in(error: BaseException) -> bool:
+    """Returns whether an error comes from a gradient that model or loss compute themselves."""
+    # torch.export wraps errors of a function transform in its own error.
+    causes = [error, *filter(None, (error.__cause__, error.__context__))]
+    frames = [frame for cause in causes for frame in _frames_of_error(cause)]
+    return any(frame[0] in _GRADIENTS for frame in frames)
+
+
+def _frames_of_error(error: BaseException) -> list[tuple[str, str, str, str]]:
+    frames = traceback.extract_tb(error.__traceback__)
+    return [(f.filename, str(f.lineno), f.name, f.line or "") for f in frames]
+
+
+def _last_of_the_user(frames: list[tuple[str, str, str, str]], otherwise: str = "") -> str:
+    own = [frame for frame in frames if not frame[0].startswith(LIBRARIES)]
+    if not own:
+        return otherwise or "its line in the model's source is unknown"
+    return shown_place(own[-1])
+
+
+def shown_place(frame: tuple[str, str, str, str]) -> str:
+    """Returns file, line, function and text of a frame as a traceback shows them, in one line."""
+    file, line, function, text = frame
+    return f'File "{file}", line {line}, in {function}: {text.strip()}'

@@ -1,0 +1,113 @@
+"""Properties of the values of a captured graph: what they are computed from, and how they lie in memory."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ....core.errors import ExportError
+from ....engine.torch_memory import dense_order
+from .explain import source_line
+from .symbols import hint, number_of_elements
+
+__all__ = [
+    "arguments_of",
+    "base_of",
+    "call",
+    "is_integer",
+    "is_tensor",
+    "is_view",
+    "memory_order",
+    "product_flops",
+    "refuse",
+    "same_sizes",
+    "tensors_of",
+]
+
+Node = torch.fx.Node
+
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+def refuse(node: Node, why: str) -> ExportError:
+    """Returns the error for an operator that no program can run."""
+    return ExportError(f"{node.target} {why}, so PyTorch's kernels can't run it: {source_line(node)}")
+
+
+def tensors_of(node: Node) -> list[torch.Tensor]:
+    """Returns the fake tensors that a node produces."""
+    value = node.meta.get("val")
+    return [entry for entry in (value if isinstance(value, (tuple, list)) else [value]) if torch.is_tensor(entry)]
+
+
+def call(graph: torch.fx.Graph, function: Any, *args: Any, **kwargs: Any) -> Node:
+    """Inserts an operator at the current place, with its fake result; the fake mode must be active."""
+    node = graph.call_function(function, args, kwargs)
+    fakes = torch.fx.map_arg((args, kwargs), lambda source: source.meta["val"])
+    node.meta["val"] = function(*fakes[0], **fakes[1])
+    return node
+
+
+def is_tensor(node: Node) -> bool:
+    """Returns whether a node's value is one tensor."""
+    return isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def is_integer(node: Node) -> bool:
+    """Returns whether a node's value is one tensor of integers; flags are none."""
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.dtype in _INTEGERS
+
+
+def arguments_of(node: Node) -> dict[str, Any]:
+    """Returns the arguments of an operator by name, including defaults."""
+    assert isinstance(node.target, torch._ops.OpOverload)
+    schema = node.target._schema.arguments
+    arguments = {argument.name: argument.default_value for argument in schema}
+    arguments.update(zip(arguments, node.args, strict=False))
+    arguments.update(node.kwargs)
+    return arguments
+
+
+def is_view(node: Node) -> bool:
+    """Returns whether a node is a view of its first argument, which costs nothing wherever it is computed."""
+    if node.target is operator.getitem:
+        return isinstance(node.args[0], Node) and is_view(node.args[0])
+    if not isinstance(node.target, torch._ops.OpOverload) or not node.args or not isinstance(node.args[0], Node):
+        return False
+    if node.target is torch.ops.aten._unsafe_view.default:  # a view, although its signature does not say so
+        return True
+    aliases = [result.alias_info for result in node.target._schema.returns]
+    return len(aliases) == 1 and aliases[0] is not None and not aliases[0].is_write
+
+
+def base_of(node: Node) -> Node:
+    """Returns what a node is a view of, through any number of views; the node itself if it is not a view."""
+    while is_view(node):
+        node = node.all_input_nodes[0]
+    return node
+
+
+def memory_order(value: torch.Tensor) -> tuple[int, ...] | None:
+    """Returns the dimensions from the largest to the smallest stride, or None if the tensor should be contiguous.
+
+    That is so if it is already, or if it has gaps or elements that share memory.
+    """
+    sizes = [hint(size) for size in value.shape]
+    order = dense_order(sizes, [hint(stride) for stride in value.stride()])
+    large = [axis for axis in order or () if sizes[axis] != 1]
+    return None if large == sorted(large) else order
+
+
+def same_sizes(mine: Sequence[int | torch.SymInt], others: Sequence[int | torch.SymInt]) -> bool:
+    """Returns whether two shapes are equal as expressions: comparing sizes would bind the graph to the sample."""
+    sides = ([size if isinstance(size, int) else size.node.expr for size in sizes] for sizes in (mine, others))
+    return next(sides) == next(sides)
+
+
+def product_flops(left: Node, right: Node) -> float:
+    """Returns the floating-point operations of a matrix product (..., m, k) x (..., k, n), for the sample's sizes."""
+    return 2.0 * number_of_elements(left.meta["val"]) * hint(right.meta["val"].shape[-1])

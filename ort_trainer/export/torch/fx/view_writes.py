@@ -1,0 +1,106 @@
+"""Refuses changes in place that PyTorch's functionalization gets wrong: through views of which it has no exact inverse.
+
+A graph has no changes in place. Functionalization replaces one through a view by a new base, which it computes from the
+changed view. For slices, diagonals and most other views that is exact. For ``unfold`` it is a sum over windows, so that
+elements between windows become zero, and those in several windows are added up
+(https://github.com/pytorch/pytorch/issues/198102).
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from ....core.errors import ExportError
+from .explain import source_line
+from .symbols import hint
+from .values import arguments_of
+
+__all__ = ["bases_of", "refuse_inexact_writes", "refuse_sums_over_windows", "written"]
+
+aten = torch.ops.aten
+Node = torch.fx.Node
+
+
+def refuse_inexact_writes(graph: torch.fx.Graph) -> None:
+    """Raises if a graph that still has changes in place makes one through a view without an exact inverse.
+
+    Raises:
+        ExportError: If so; it names the line and the way out.
+    """
+    for node in graph.nodes:
+        for value in written(node):
+            for view in bases_of(value):
+                if _is_inexact(view):
+                    raise _refused(node, view.target)
+
+
+def refuse_sums_over_windows(graph: torch.fx.Graph) -> None:
+    """Raises if functionalization has already replaced such a change, in the graph of a forward pass.
+
+    Raises:
+        ExportError: If so; it names the line and the way out.
+    """
+    for node in graph.find_nodes(op="call_function", target=aten.unfold_backward.default):
+        _, sizes, axis, size, step = node.args
+        if not _covers(_number(sizes[axis]), _number(size), _number(step)):
+            raise _refused(node, aten.unfold.default)
+
+
+def written(node: Node) -> Iterator[Node]:
+    """Yields the arguments that an operator changes in place."""
+    if not isinstance(node.target, torch._ops.OpOverload) or not node.target._schema.is_mutable:
+        return
+    arguments = arguments_of(node)
+    for argument in node.target._schema.arguments:
+        if argument.is_write:
+            value = arguments[argument.name]
+            values = value if isinstance(value, (list, tuple)) else [value]
+            yield from (each for each in values if isinstance(each, Node))
+
+
+def bases_of(value: Any) -> Iterator[Node]:
+    """Yields a value, what it is a view of, and so on."""
+    while isinstance(value, Node):
+        yield value
+        is_view = isinstance(value.target, torch._ops.OpOverload) and value.target.is_view
+        value = value.args[0] if value.args and (is_view or value.target is operator.getitem) else None
+
+
+def _is_inexact(view: Node) -> bool:
+    """Returns whether functionalization can't compute what was viewed from a changed view."""
+    if view.target is aten.unfold.default:
+        base, axis, size, step = (view.args[0].meta["val"], *view.args[1:])  # type: ignore[union-attr]
+        return base.dim() > 0 and not _covers(base.shape[axis], size, step)
+    if view.target is aten.as_strided.default:
+        value = view.meta["val"]
+        sizes, strides = [hint(size) for size in value.shape], [hint(stride) for stride in value.stride()]
+        last = sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
+        places: torch.Tensor = torch.arange(last + 1).as_strided(sizes, strides)
+        return len(set(places.flatten().tolist())) < places.numel()
+    return False
+
+
+def _covers(length: Any, size: Any, step: Any) -> bool:
+    """Returns whether each element of an axis is in exactly one window, for every length that it may have."""
+    return bool(step == size and (size == 1 or statically_known_true(length % size == 0)))
+
+
+def _number(value: Any) -> Any:
+    return value.meta["val"] if isinstance(value, Node) else value
+
+
+def _refused(node: Node, view: Any) -> ExportError:
+    name, problem = "as_strided", "has elements several times"
+    if view is aten.unfold.default:
+        name, problem = "unfold", "leaves out elements or has them several times"
+    return ExportError(
+        f"forward() changes a tensor in place through {name}(), a view that {problem}. A graph would change other "
+        "elements as well, because PyTorch's functionalization does. Change the same elements through slices, such as "
+        "x[:, ::step], or compute a new tensor, for example with torch.where\n"
+        f"  {source_line(node)}"
+    )

@@ -1,0 +1,235 @@
+"""Divides the joint graph of a call into the graph of the forward pass and that of the backward pass.
+
+The backward pass takes what it reads of the forward pass, except what ``recompute.py`` lets it compute again.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..fx.symbols import number_of_elements
+from ..fx.values import base_of, is_tensor
+
+__all__ = ["Divided", "Part", "depends_on", "divide", "needed_for", "part_of", "without"]
+
+aten = torch.ops.aten
+Node = torch.fx.Node
+
+
+@dataclass
+class Part:
+    """A part of a graph, as a graph of its own.
+
+    Attributes:
+        module: The graph.
+        inputs: Name of a node of the whole graph -> the placeholder that takes its value.
+        results: The nodes that it returns; None for a gradient that is zero.
+    """
+
+    module: torch.fx.GraphModule
+    inputs: dict[str, Node]
+    results: list[Node | None]
+
+
+@dataclass
+class Divided:
+    """Both passes.
+
+    Attributes:
+        forward: The forward pass; after its own results it returns what is saved.
+        saved: Names of the joint graph's nodes that the forward pass returns in addition, for the backward pass.
+        backward: The backward pass.
+    """
+
+    forward: Part
+    saved: list[str]
+    backward: Part
+
+
+def divide(
+    joint: torch.fx.GraphModule,
+    of_forward: Sequence[Node],
+    of_backward: Sequence[Node],
+    again: Collection[Node],
+    sizes: bool,
+) -> Divided:
+    """Divides a joint graph.
+
+    Args:
+        joint: The graph. The placeholders of tangents have ``tangents`` in their names.
+        of_forward: The results of the forward pass.
+        of_backward: The results of the backward pass.
+        again: Forward values that the backward pass computes again, from others that it reads.
+        sizes: Whether the parts compute symbolic sizes. Programs read them from the shapes of their inputs.
+    """
+    graph = joint.graph
+    inputs = graph.find_nodes(op="placeholder")
+    within = needed_for(of_forward)
+    within |= {user for node in within for user in node.users if user.target is operator.getitem}
+    within -= set(again)
+    later = needed_for(of_backward, within)
+    read = [node for node in graph.nodes if node in within and any(user in later for user in node.users)]
+    read += [node for node in of_backward if node in within and node not in read]
+    saved = _bases(read, {*inputs, *of_forward})
+    # The backward pass takes views of what is saved again.
+    later = needed_for(of_backward, saved, sizes)
+    taken = [node for node in inputs if node in later]
+    tangents = [node for node in taken if "tangents" in str(node.target)]
+    backward = part_of(graph, later, [*taken, *saved], of_backward, _users_of(tangents))
+    own = [node for node in saved if node not in of_forward]
+    within = needed_for([*of_forward, *own], (), sizes)
+    return Divided(part_of(graph, within, inputs, [*of_forward, *own]), [node.name for node in own], backward)
+
+
+def needed_for(results: Iterable[Node], but: Collection[Node] = (), sizes: bool = False) -> set[Node]:
+    """Returns results and what they are computed from, without ``but``, and without sizes unless asked for."""
+    found: set[Node] = set()
+    waiting = list(results)
+    while waiting:
+        node = waiting.pop()
+        value = node.meta.get("val")
+        if node not in found and node not in but and (sizes or isinstance(value, (torch.Tensor, tuple, list))):
+            found.add(node)
+            waiting += node.all_input_nodes
+    return found
+
+
+def _bases(saved: Sequence[Node], known: Collection[Node]) -> list[Node]:
+    """Replaces views among saved values by what they are views of, where that takes no more memory.
+
+    A view would be copied if its memory is that of an input or of another result. Inputs themselves are left out.
+
+    Args:
+        saved: The values.
+        known: What is in memory anyway.
+    """
+    elements: dict[Node, int] = {}
+    for node in saved:
+        elements[base_of(node)] = elements.get(base_of(node), 0) + number_of_elements(node.meta["val"])
+    found: dict[Node, None] = {}
+    for node in saved:
+        base = base_of(node)
+        fits = base in known or base in saved
+        if is_tensor(base) and (fits or elements[base] >= number_of_elements(base.meta["val"])):
+            node = base
+        found[node] = None
+    return [node for node in found if node.op != "placeholder"]
+
+
+def part_of(
+    joint: torch.fx.Graph,
+    nodes: Collection[Node],
+    inputs: Sequence[Node],
+    results: Sequence[Node],
+    first: Collection[Node] = (),
+) -> Part:
+    """Returns a part of a graph.
+
+    Args:
+        joint: The graph.
+        nodes: The operators of the part.
+        inputs: What it takes.
+        results: What it returns.
+        first: Operators that keep their order; others are computed when these or results need them. If there are none,
+            all keep their order.
+    """
+    graph = torch.fx.Graph()
+    made: dict[Node, Node] = {}
+    order = [node for node in joint.nodes if node in nodes]
+    sizes = dict.fromkeys(source for node in order for source in node.all_input_nodes if source not in nodes)
+    for node in dict.fromkeys([*inputs, *sizes]):
+        made[node] = graph.placeholder(node.name)
+        made[node].meta.update(node.meta)
+    if first:
+        order = [node for node in order if node in first] + [node for node in results if node in nodes]
+    for node in order:
+        waiting = [node]
+        while waiting:
+            missing = [] if waiting[-1] in made else [n for n in waiting[-1].all_input_nodes if n not in made]
+            if missing:
+                waiting += missing
+                continue
+            current = waiting.pop()
+            if current not in made:
+                made[current] = graph.node_copy(current, made.__getitem__)
+    returned = [made[node] for node in results]
+    graph.output(tuple(returned))
+    return Part(torch.fx.GraphModule({}, graph), {node.name: made[node] for node in inputs}, [*returned])
+
+
+def _users_of(nodes: Iterable[Node]) -> set[Node]:
+    """Returns nodes and what is computed from them."""
+    found: set[Node] = set()
+    waiting = list(nodes)
+    while waiting:
+        node = waiting.pop()
+        if node not in found:
+            found.add(node)
+            waiting += node.users
+    return found
+
+
+def depends_on(part: Part, tangents: Collection[Node]) -> dict[Node, set[Node]]:
+    """Returns which tangents each node of a backward pass depends on."""
+    found: dict[Node, set[Node]] = {}
+    for node in part.module.graph.nodes:
+        found[node] = {node} if node in tangents else set()
+        for source in node.all_input_nodes:
+            found[node] |= found[source]
+    return found
+
+
+def without(part: Part, tangents: Collection[Node], absent: Collection[Node]) -> None:
+    """Removes tangents that are not given from a backward pass, in place, as if PyTorch had no gradient for them.
+
+    A backward pass is linear in its tangents, so what depends only on absent ones is zero. PyTorch does not compute it,
+    and a parameter whose gradient it is gets none.
+
+    Args:
+        part: The pass.
+        tangents: The placeholders of all tangents.
+        absent: Those that are not given.
+    """
+    graph = part.module.graph
+    zero = {node for node, needed in depends_on(part, tangents).items() if needed and needed <= set(absent)}
+    (end,) = graph.find_nodes(op="output")
+    end.args = (tuple(None if result in zero else result for result in part.results),)
+    for node in list(graph.nodes):
+        zeros = [] if node in zero else [source for source in node.all_input_nodes if source in zero]
+        other = _other_summand(node, zeros)
+        if other is not None:
+            node.replace_all_uses_with(other)
+            continue
+        for source in zeros:
+            node.replace_input_with(source, _zeros(node, source.meta["val"]))
+    part.results = list(end.args[0])
+    graph.eliminate_dead_code()
+
+
+def _other_summand(node: Node, zeros: Sequence[Node]) -> Node | None:
+    """Returns the summand that is not zero, if a node adds two tensors of one shape and dtype."""
+    if len(zeros) != 1 or node.target is not aten.add.Tensor or len(node.all_input_nodes) != 2 or node.kwargs:
+        return None
+    (other,) = (source for source in node.all_input_nodes if source is not zeros[0])
+    mine, result = other.meta["val"], node.meta["val"]
+    return other if mine.shape == result.shape and mine.dtype == result.dtype else None
+
+
+def _zeros(before: Node, like: torch.Tensor) -> Node:
+    """Inserts zeros; symbolic sizes are placeholders, as elsewhere in a part."""
+    graph, shape = before.graph, []
+    for size in like.shape:
+        if isinstance(size, torch.SymInt):
+            with graph.inserting_before(next(iter(graph.nodes))):
+                shape.append(graph.placeholder("size"))
+            shape[-1].meta["val"] = size
+        else:
+            shape.append(size)
+    with graph.inserting_before(before):
+        made = graph.call_function(aten.full.default, (shape, 0), {"dtype": like.dtype})
+    made.meta["val"] = like
+    return made

@@ -1,0 +1,1 @@
+"""What engines run: programs of PyTorch's operators, compiled loops, ONNX nodes."""

@@ -1,0 +1,1 @@
+"""What lies between PyTorch's products and convolutions, as loops that Inductor compiles."""

@@ -1,0 +1,61 @@
+"""Compiled loops between calls of PyTorch's kernels. Imports that only exports need are lazy."""
+
+from __future__ import annotations
+
+import functools
+import platform
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .....core.errors import ExportError
+from ...capture.step_module import ExportedStep
+from ...graph.kernels import Lowered
+from ..programs.kernels import ProgramKernels
+
+if TYPE_CHECKING:
+    from ...graph.flat_graph import FlatGraph
+    from ...graph.named_graph import NamedGraph
+
+__all__ = ["LoopKernels"]
+
+
+class LoopKernels(ProgramKernels):
+    """PyTorch's kernels, and loops that are compiled ahead of time."""
+
+    name = "compiled"
+    title = "PyTorch's kernels and compiled loops"
+    reads_shapes = False
+    checks_indices = False
+    _compiled = True
+
+    def key(self) -> str:
+        """Returns the processor too, whose own instructions the loops use."""
+        return f"{super().key()} {_processor()}"
+
+    def check(self, step: ExportedStep, flat: FlatGraph) -> None:
+        """Checks that nothing asks for values to be computed again; see the base class."""
+        from ...graph.recompute import asks_for_recomputation
+
+        if asks_for_recomputation(step.recompute, flat):
+            raise ExportError(
+                "compiled loops decide by themselves what the backward pass computes again: set utils.kernels to 'auto'"
+            )
+
+    def lower(self, graph: NamedGraph, step: ExportedStep, stage: Callable[[str], None]) -> Lowered:
+        """Returns the graph as programs, some of which are loops; see the base class."""
+        stage("compile")
+        from .build import LoopBuilder  # Inductor takes half a second
+
+        builder = LoopBuilder(graph)
+        return {"programs": builder.build()}, builder.operators
+
+
+@functools.cache
+def _processor() -> str:
+    """Returns what compiled loops require of the processor."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:  # not Linux
+        return platform.processor()
+    return "\n".join(dict.fromkeys(line for line in lines if line.startswith(("model name", "flags", "Features"))))

@@ -1,0 +1,1 @@
+"""A graph as ONNX nodes, which ONNX Runtime's kernels compute."""

@@ -1,0 +1,53 @@
+"""ONNX Runtime's kernels. Imports that only exports need are lazy: the translator takes seconds and 100 MB."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from ...capture.step_module import ExportedStep
+from ...graph.kernels import Kernels, Lowered
+from ...operators.registry import Operator
+
+if TYPE_CHECKING:
+    from ...graph.named_graph import NamedGraph
+
+__all__ = ["OnnxRuntimeKernels"]
+
+
+class OnnxRuntimeKernels(Kernels):
+    """ONNX Runtime's kernels, on any device that it has kernels for."""
+
+    name = "onnxruntime"
+    title = "ONNX Runtime's kernels"
+    of_pytorch = False
+
+    @contextlib.contextmanager
+    def decompositions(self) -> Iterator[Mapping[Operator, Any]]:
+        """Decomposes what torch.onnx can't translate; see the base class."""
+        from ...operators.recurrent import layers_for_onnx
+        from .translate import decomposition_table
+
+        with layers_for_onnx():
+            yield decomposition_table()
+
+    def lower(self, graph: NamedGraph, step: ExportedStep, stage: Callable[[str], None]) -> Lowered:
+        """Returns the graph as an ONNX model; see the base class."""
+        import onnx_ir as ir
+
+        from .translate import to_onnx
+
+        model, operators = to_onnx(
+            graph.module, graph.inputs, graph.results, graph.constants, step.opset, step.simplified, stage
+        )
+        # Batch inputs and outputs get the names of dimensions in the description. ONNX Runtime infers the shapes in
+        # between; names that it does not know would only cause warnings.
+        for node in model.graph.all_nodes():
+            for value in node.outputs:
+                if value.shape is not None and not value.shape.is_static():
+                    value.shape = None
+        for value in (*model.graph.inputs, *model.graph.outputs):
+            if value.name is not None and value.name in graph.shapes:
+                value.shape = ir.Shape(graph.shapes[value.name])
+        return {"stored": bytes(ir.to_proto(model).SerializeToString())}, operators

@@ -1,0 +1,206 @@
+"""Rewrites of graphs for PyTorch's kernels: what they find, and that the numbers stay the same."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ort_trainer import ORTTrainer, ORTTrainerOptions, amp, optim
+from ort_trainer.export.torch.lower.programs import rewrites
+from ort_trainer.export.torch.lower.programs.rewrites import halves
+
+from ....helpers import assert_close, assert_same_edges
+from .calls import LARGE, Function, trained
+
+ROOT = math.sqrt(2 / math.pi)
+GELUS: dict[str, Function] = {
+    "new": lambda x: 0.5 * x * (1.0 + torch.tanh(ROOT * (x + 0.044715 * torch.pow(x, 3.0)))),
+    "other way round": lambda x: (torch.tanh((x**3 * 0.044715 + x) * ROOT) + 1) * (x * 0.5),
+    "fast": lambda x: 0.5 * x * (1.0 + torch.tanh(x * 0.7978845608 * (1.0 + 0.044715 * x * x))),
+    "erf": lambda x: x * 0.5 * (1.0 + torch.erf(x / math.sqrt(2.0))),
+}
+NO_GELUS: dict[str, Function] = {
+    "another factor": lambda x: 0.5 * x * (1.0 + torch.tanh(ROOT * (x + 0.05 * torch.pow(x, 3.0)))),
+    "another x": lambda x: 0.5 * x * (1.0 + torch.tanh(ROOT * (x + 0.044715 * torch.pow(x + 1, 3.0)))),
+}
+
+
+@pytest.mark.parametrize("name", GELUS)
+def test_a_gelu_that_is_written_out_is_one_operator(name: str) -> None:
+    calls = trained(GELUS[name])
+    assert calls["aten.gelu.default"] == calls["aten.gelu_backward.default"] == 1
+    assert not {"aten.tanh.default", "aten.erf.default"} & calls.keys()
+
+
+@pytest.mark.parametrize("name", NO_GELUS)
+def test_what_is_no_gelu_stays(name: str) -> None:
+    assert "aten.gelu.default" not in trained(NO_GELUS[name])
+
+
+def test_products_with_weights_are_onednns() -> None:
+    calls = trained(torch.relu, *LARGE)
+    assert calls["ort_trainer.linear.default"] == 1 and "aten.addmm.default" not in calls
+    assert calls["aten.relu_.default"] == 1, "it writes over the product"
+    assert calls["aten.mm.default"] == 1, "the gradient of the weight"
+
+
+def test_a_small_product_stays() -> None:
+    calls = trained(torch.relu)
+    assert calls["aten.addmm.default"] == 1 and "ort_trainer.linear.default" not in calls
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("ignored", [-100, 2])
+def test_the_gradient_of_a_cross_entropy_is_one_operator(reduction: str, ignored: int) -> None:
+    target = torch.tensor([0, 1, 2, 3, 4, 2, 1])
+    calls = trained(lambda x: F.cross_entropy(x, target[: x.shape[0]], reduction=reduction, ignore_index=ignored))
+    assert calls["ort_trainer.cross_entropy_backward.default"] == 1
+    assert not {"aten.nll_loss_backward.default", "aten._log_softmax_backward_data.default"} & calls.keys()
+
+
+def test_a_cross_entropy_with_weights_stays() -> None:
+    target, weight = torch.tensor([0, 1, 2, 3, 4, 2, 1]), torch.rand(5)
+    calls = trained(lambda x: F.cross_entropy(x, target[: x.shape[0]], weight=weight))
+    assert calls["aten.nll_loss_backward.default"] == 1
+
+
+def test_views_that_lead_back_are_gone() -> None:
+    calls = trained(lambda x: x.t().t().reshape(-1, 5).view(-1, 5).detach() * x)
+    assert "aten.detach.default" not in calls
+    assert calls["aten.reshape.default"] == 1, "for the gradient of the bias, a sum over rows"
+
+
+class Halves(nn.Module):
+    """A convolution, products, attention and an LSTM in halves, and a constant of that dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution, self.both, self.head = nn.Conv1d(4, 8, 3, padding=1), nn.Linear(8, 24), nn.Linear(8, 4)
+        self.lstm = nn.LSTM(8, 8, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.convolution(x.transpose(1, 2)).transpose(1, 2)
+        query, key, value = (part.unflatten(2, (2, 4)).transpose(1, 2) for part in self.both(x).chunk(3, 2))
+        x = F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)
+        x = self.lstm(torch.maximum(x, torch.tensor(-1.0, dtype=x.dtype)))[0]
+        return self.head(x @ (x.transpose(1, 2) @ x))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_products_of_halves_that_the_processor_lacks_are_done_in_fp32(
+    dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def check(graph: torch.fx.Graph) -> None:
+        products = [node for node in graph.nodes if node.target in halves._PRODUCTS]
+        operands = [operand.meta["val"] for node in products for operand in node.all_input_nodes]
+        assert len(products) > 10
+        assert not [value for value in operands if isinstance(value, torch.Tensor) and value.dtype == half]
+
+    half = getattr(torch, dtype)
+    monkeypatch.setattr(halves, "slow_halves", lambda: (half,))
+    monkeypatch.setattr(rewrites, "_REWRITES", (*rewrites._REWRITES, check))
+    model, draw = Halves(), torch.Generator().manual_seed(0)
+    reference, x = copy.deepcopy(model), torch.randn(3, 6, 4, generator=draw)
+    options = ORTTrainerOptions(
+        {
+            "mixed_precision": {
+                "enabled": True,
+                "dtype": dtype,
+                "loss_scaler": amp.DynamicLossScaler(automatic_update=False, loss_scale=8.0),
+            },
+            "utils": {"kernels": "pytorch", "grad_norm_clip": False, "cache_exports": False},
+        }
+    )
+    ours = ORTTrainer(model, "auto", optim.SGDConfig(lr=1.0), loss_fn=F.mse_loss, options=options)
+    loss = ours.train_step(x, torch.ones(3, 6, 4))[0]
+    with torch.autocast("cpu", half):
+        expected = F.mse_loss(reference(x), torch.ones(3, 6, 4))
+    (expected * 8.0).backward()
+    relative = 4e-3 if dtype == "float16" else 3e-2
+    assert_close(loss, expected.detach(), relative, "loss")
+    for (name, after), before in zip(model.named_parameters(), reference.parameters(), strict=True):
+        assert before.grad is not None
+        assert_close(before.detach() - after.detach(), before.grad / 8.0, relative, name)
+
+
+EDGES = [math.nan, math.inf, -math.inf, -0.0, 300.0, 1e30]
+LABELS = torch.arange(520) % 4000
+LABELS[::7] = -100
+
+
+def _halves(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """With 300 in x and a factor of 10,000, a gradient is above the largest float16."""
+    return F.relu(x.half() @ weight.half().t()).float()
+
+
+# Rewrite -> a function of x and a weight that it changes, and their shapes.
+CHANGED: dict[str, tuple[Callable[..., torch.Tensor], tuple[int, int], tuple[int, int]]] = {
+    "drop_needless_views": (
+        lambda x, w: (x.t().t().reshape(-1).view(6, 7) @ w.t().t()).detach() * x[0, 0],
+        (6, 7),
+        (7, 3),
+    ),
+    "drop_needless_casts": (lambda x, w: GELUS["new"](x.to(torch.float32) @ w), (6, 7), (7, 3)),
+    "fuse_gelu": (lambda x, w: GELUS["new"](x) + GELUS["fast"](w), (6, 7), (1, 7)),
+    "widen_products": (_halves, (6, 7), (3, 7)),
+    "use_onednn": (lambda x, w: F.relu(F.linear(x, w, w[:, 0])), (128, 300), (250, 300)),
+    "fuse_cross_entropy": (lambda x, w: F.cross_entropy(x @ w, LABELS[:6] % 3, reduction="none"), (6, 7), (7, 3)),
+    "fuse_linear_cross_entropy": (lambda x, w: F.cross_entropy(F.linear(x, w), LABELS), (520, 5), (4000, 5)),
+}
+
+
+class Edges(nn.Module):
+    """A function of two parameters; the loss is the weighted sum of its results, which are an output, too."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.function, *shapes = CHANGED[name]
+        self.x, self.weight = (nn.Parameter(torch.randn(shape)) for shape in shapes)
+
+    def forward(self, factor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        result = self.function(self.x, self.weight)
+        return (result * factor).sum(), result
+
+
+def test_all_rewrites_are_tried_at_edges() -> None:
+    assert {function.__name__ for function in rewrites._REWRITES} <= CHANGED.keys()
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_edges_go_through_as_in_pytorch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NaN, infinities and signs of zeros of the results are PyTorch's, and so are those of the gradients."""
+    monkeypatch.setattr(halves, "slow_halves", lambda: (torch.float16,))
+    model = Edges(name)
+    reference = copy.deepcopy(model)
+    result = list(model(torch.ones(1))[1].shape)
+    desc = {"inputs": [("factor", [1])], "outputs": [("loss", [], True), ("result", result)]}
+    options = ORTTrainerOptions({"utils": {"kernels": "pytorch", "cache_exports": False}})
+    trainer = ORTTrainer(model, desc, optim.SGDConfig(lr=0.0), options=options)
+    if name == "fuse_linear_cross_entropy":
+        trainer.train_step_info.fetches = ["loss"]
+    relative = 2e-2 if name == "widen_products" else 1e-5
+    for where in ("x", "weight"):
+        for edge in EDGES:
+            for factor in (torch.ones(1), torch.full((1,), 1e4)):
+                for own, its in zip(model.parameters(), reference.parameters(), strict=True):
+                    its.grad = own.grad = None
+                    own.data.normal_()
+                    its.data.copy_(own)
+                for changed in (model, reference):
+                    changed.get_parameter(where).data.view(-1)[1] = edge
+                ours = trainer.forward_backward(factor)
+                theirs = reference(factor)
+                theirs[0].backward()
+                for a, b in zip(ours if isinstance(ours, (list, tuple)) else [ours], theirs, strict=False):
+                    assert_same_edges(a, b.detach(), relative, f"result for {edge} in {where}")
+                for (parameter, own), its in zip(model.named_parameters(), reference.parameters(), strict=True):
+                    if its.grad is not None:
+                        # Sums of products may begin with a zero of either sign.
+                        what = f"gradient of {parameter} for {edge} in {where}"
+                        assert_same_edges(own.grad + 0.0, its.grad + 0.0, relative, what)
