@@ -250,10 +250,10 @@ class Checkpoints(_Saving, _Monitor):
 
     def check_overwrite(self) -> None:
         """Raises a FileExistsError if there are checkpoints of another fit that must not be replaced."""
-        found = [str(path) for path in (self.last, self.best_path) if path.exists()]
-        if found and not self.overwrite:
+        existing = [str(path) for path in (self.last, self.best_path) if path.exists()]
+        if existing and not self.overwrite:
             raise FileExistsError(
-                f"{found} exist already: resume from them (resume=True), choose another folder, or pass "
+                f"{existing} exist already: resume from them (resume=True), choose another folder, or pass "
                 "checkpoints=Checkpoints(folder, overwrite=True)"
             )
 
