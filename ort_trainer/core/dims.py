@@ -157,6 +157,7 @@ def holds(condition: int | str, sizes: Mapping[str, int]) -> bool:
 
 
 def _number(expression: str, sizes: Mapping[str, int]) -> float:
+    """Returns the value of an expression; a division by zero raises a ZeroDivisionError."""
     parsed = _parse(expression)
     try:
         return _evaluate(parsed, sizes)  # type: ignore[no-any-return]
@@ -179,6 +180,7 @@ def symbols_of(expression: int | str) -> set[str]:
 
 
 def _symbol(call: ast.Call) -> str:
+    """Returns the name of the symbol in a call of ``dim``."""
     argument = call.args[0] if len(call.args) == 1 else None
     if not isinstance(argument, ast.Constant) or not isinstance(argument.value, str):
         raise ValueError(f"a symbol must be written as dim('name'), not as {shown(ast.unparse(call))}")

@@ -51,6 +51,7 @@ class IndexRange(NamedTuple):
 
 
 def _frozen(value: Any) -> Any:
+    """Returns a JSON value with tuples in place of lists."""
     return tuple(map(_frozen, value)) if isinstance(value, list) else value
 
 
@@ -119,6 +120,7 @@ def _look_closer(entry: IndexRange, size: int, values: Array, sizes: Mapping[str
 
 
 def _too_many(step: str, count: int) -> str:
+    """Returns the message for a step that derives too many elements."""
     return (
         f"the step {step!r} of an index range makes {count} elements, and at most {_MOST_ELEMENTS} are looked at: the "
         "model is damaged, or debug.check_indices must be off for it"

@@ -147,6 +147,7 @@ def write(file: BinaryIO, tensors: Mapping[str, Stored], metadata: Mapping[str, 
 
 
 def _size(name: str, dtype: str) -> int:
+    """Returns the bytes per element of a dtype."""
     if dtype not in _CODES:
         raise TypeError(f"{name} is a tensor of dtype {dtype}, which a checkpoint can't hold: convert it first")
     return _SIZES[_CODES[dtype]]
@@ -379,6 +380,7 @@ def _different(header: Header, checksums: Mapping[str, str]) -> list[str]:
 
 
 def _refuse(damaged: list[str], name: str) -> None:
+    """Raises a CheckpointError if any tensors are damaged."""
     if damaged:
         raise CheckpointError(
             f"{name} is damaged: {shown(damaged)} {'does' if len(damaged) == 1 else 'do'} not match the stored "

@@ -95,6 +95,7 @@ def check_interval(name: str, value: Any, optional: bool = False) -> None:
 
 
 def _check_name(who: str, name: str, names: set[str]) -> None:
+    """Raises a ValueError if the history does not have the name of a monitored number."""
     if name not in names:
         raise ValueError(
             f"{who} monitors {name!r}, which is not in the history: it has {sorted(names)}. Names of evaluation "
@@ -267,6 +268,7 @@ class Checkpoints(_Saving, _Monitor):
 
 
 def _written(path: Path, state: FitState, trainer: Trainer) -> Path:
+    """Saves a checkpoint, and returns its path."""
     trainer.save_checkpoint(path, state.checkpoint(), overwrite=True)  # all processes call it; one writes
     return path
 

@@ -195,6 +195,7 @@ def _tqdm() -> Any:
 
 
 def _figures(state: FitState, trainer: Trainer) -> str:
+    """Returns loss, learning rate, gradient norm and speed as text."""
     figures = state.record(trainer)
     names = {"loss": "loss", "rate": "learning_rate", "norm": "grad_norm"}
     return "  ".join([*(f"{short} {shown_number(figures[name])}" for short, name in names.items()), _speed(state)])

@@ -318,6 +318,7 @@ def _check_loader(name: str, loader: Any, epochs: int) -> None:
 def _new_state(
     epochs: int, train_loader: Any, evaluates: bool, metrics: Metrics, callbacks: list[Callback]
 ) -> FitState:
+    """Returns the initial state of a fit, with the history's columns if they are known in advance."""
     metric_names = metrics.names
     adds = any(type(callback).on_validation_end is not Callback.on_validation_end for callback in callbacks)
     expected = None

@@ -58,6 +58,8 @@ class Metrics:
 
 
 class _Metric:
+    """One metric of any of the three kinds."""
+
     def __init__(self, name: Any, metric: Any) -> None:
         self._prepare: Callable[[Any], Any] | None = None
         if isinstance(metric, tuple) and len(metric) == 2 and callable(metric[1]):

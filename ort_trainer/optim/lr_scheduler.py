@@ -81,6 +81,7 @@ class LRScheduler:
         return list(self.__dict__.get("_last_lr", []))
 
     def _step(self, train_step_info: TrainStepInfo) -> list[float]:
+        """Computes, records and returns the rates of the next update."""
         self._last_lr = _listed(self.get_lr(train_step_info))
         return self._last_lr
 

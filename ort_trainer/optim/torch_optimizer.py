@@ -302,11 +302,13 @@ class TorchOptimizerConfig(_OverTorch):
 
 
 def _is_group(group: Any) -> bool:
+    """Returns whether a value is a parameter group with names in place of parameters."""
     names = group.get("params") if isinstance(group, Mapping) else None
     return isinstance(names, list) and all(isinstance(name, str) for name in names)
 
 
 def _plain(value: Any, copy: bool) -> Any:
+    """Returns a value as a checkpoint holds it: tensors on the CPU, dicts with str keys, and lists."""
     if isinstance(value, torch.Tensor):
         value = value.detach().cpu()
         return value.clone() if copy else value
@@ -328,6 +330,7 @@ _Hyper = Callable[[Mapping[str, Any]], dict[str, Any]]
 
 
 def _adam(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the rule's hyper-parameters for a group of torch's Adam or AdamW."""
     alpha, beta = group["betas"]
     return {
         "alpha": float(alpha),
@@ -341,6 +344,7 @@ def _adam(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _sgd(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the rule's hyper-parameters for a group of torch's SGD."""
     numbers = {name: float(group[name]) for name in ("momentum", "dampening", "weight_decay")}
     return {**numbers, "nesterov": group["nesterov"]}
 

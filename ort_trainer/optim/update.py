@@ -131,8 +131,8 @@ class OptimizerUpdate:
         Returns:
             Whether the gradients were finite; always True if that was not checked.
         """
-        asked = bool(gradients) and (check_finite or self.asks_norm)
-        self.norm = self.parts.total_norm(gradients.values()) / divisor if asked else None
+        needs_norm = bool(gradients) and (check_finite or self.asks_norm)
+        self.norm = self.parts.total_norm(gradients.values()) / divisor if needs_norm else None
         if check_finite and self.norm is not None and not torch.isfinite(self.norm):
             torch._foreach_div_(list(gradients.values()), divisor)
             return False

@@ -82,6 +82,7 @@ def listed(names: Iterable[str], word: str) -> str:
 
 
 def _limits(rules: Mapping[str, Any]) -> str:
+    """Returns the limits of a number, to be appended to its type."""
     if "min" in rules and "max" in rules:
         return f" from {rules['min']} to {rules['max']}"
     return f" of at least {rules['min']}" if "min" in rules else f" of at most {rules['max']}" if "max" in rules else ""
@@ -97,6 +98,7 @@ def _inner(rules: Mapping[str, Any], key: Any) -> Mapping[str, Any] | None:
 
 
 def _value_hint(rules: Mapping[str, Any], value: Any) -> str:
+    """Returns a correction for a class, or for a misspelled value."""
     if isinstance(value, type):
         return f": {instead(value)}"
     if not isinstance(value, str) or "allowed" not in rules:

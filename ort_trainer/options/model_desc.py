@@ -229,6 +229,7 @@ class ModelDescription:
 
 
 def _widened(entry: InputDescription, batch_shape: tuple[int | str, ...], correct: bool) -> list[int | str]:
+    """Returns an input's shape in which the sizes that differ from a batch's are dynamic."""
     described_shape = list(entry.shape)
     if len(batch_shape) == len(described_shape):
         pairs = enumerate(zip(described_shape, batch_shape, strict=True))

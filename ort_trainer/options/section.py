@@ -90,6 +90,7 @@ class Section:
 
 
 def _freeze(value: Any) -> Any:
+    """Returns a value in an immutable form."""
     if isinstance(value, Mapping):
         return MappingProxyType({key: _freeze(entry) for key, entry in value.items()})
     return FrozenList(value) if isinstance(value, (list, tuple, set)) else value

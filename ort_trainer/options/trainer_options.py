@@ -222,6 +222,7 @@ class ORTTrainerOptions(Options):
 
 
 def _paths(options: Mapping[str, Any], path: str = "") -> Iterator[str]:
+    """Yields the dotted paths of all sections and options in a user's dict."""
     for key, value in options.items():
         here = f"{path}.{key}" if path else str(key)
         yield here

@@ -150,6 +150,7 @@ class _Sums:
         return tuple(times)
 
     def _add(self, operation: Operation, origins: Origins) -> None:
+        """Adds an operation to the sums of its operator, of its module, and of all modules around that."""
         name, spent = operation.name, operation.duration
         self.operators[name] = self.operators.get(name, 0) + spent
         self._calls[name] = self._calls.get(name, 0) + (not operation.is_part)

@@ -147,6 +147,7 @@ class _TimedRunner(GraphRunner):
     def _timed_draw(
         self, wanted: Sequence[tuple[RandomInput, tuple[int, ...]]], generator: torch.Generator | None
     ) -> list[torch.Tensor]:
+        """Draws the random numbers of a run, and records how long that takes."""
         start = perf_counter_ns()
         drawn = self._memory.draw(wanted, generator)
         self._current.operations.append(Operation("random numbers", start, perf_counter_ns() - start))

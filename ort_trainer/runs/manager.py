@@ -332,6 +332,7 @@ class CheckpointManager:
     def _write(
         self, path: Path, state: dict[str, Any], user: Mapping[str, Any], metrics: dict[str, float], places: list[Any]
     ) -> None:
+        """Writes a checkpoint, points ``latest`` to it, and removes outdated checkpoints."""
         before = self.checkpoints
         if before and before[-1].path == path and not metrics:
             metrics = dict(before[-1].metrics)  # the same step saved again, perhaps at the end of a run
@@ -353,6 +354,7 @@ class CheckpointManager:
                 entry.path.unlink(missing_ok=True)
 
     def _load(self, trainer: Trainer, position: Position | None, path: Path) -> dict[str, Any]:
+        """Restores a checkpoint and the position in the data; fails in all processes if it fails in one."""
         if trainer.world_size > 1:
             _check_in_all(trainer, path)
         place: Mapping[str, Any] = {}
@@ -405,8 +407,8 @@ def _best_of(checkpoints: Sequence[SavedCheckpoint], keep_best: tuple[str, str] 
         return None
     name, mode = keep_best
     sign = -1 if mode == "max" else 1
-    able = [entry for entry in checkpoints if not math.isnan(entry.metrics.get(name, math.nan))]
-    return min(able, key=lambda entry: sign * entry.metrics[name], default=None)
+    comparable = [entry for entry in checkpoints if not math.isnan(entry.metrics.get(name, math.nan))]
+    return min(comparable, key=lambda entry: sign * entry.metrics[name], default=None)
 
 
 def _version(path: Path) -> tuple[int, int, int]:
@@ -494,5 +496,6 @@ class _Background:
 
 
 def _report(errors: list[Exception]) -> None:
+    """Prints the errors that nobody retrieved before the manager is gone."""
     for error in errors:
         print(f"ort_trainer: a checkpoint was not saved: {type(error).__name__}: {error}", file=sys.stderr)

@@ -195,6 +195,7 @@ class Position:
         return {"position": state}
 
     def _state_of_loader(self) -> Any:
+        """Returns the loader's own state for a checkpoint; None if it has none at this moment."""
         if self._pending is not None or not self._used or not _has_state(self.loader):
             return self._pending
         if self._loading:  # the loader is between two batches

@@ -74,6 +74,7 @@ def for_device(state: State, optimizer: dict[str, Array], trainable: Sequence[st
 
 
 def _is_initial(slot: str, value: Array) -> bool:
+    """Returns whether a slot has the value that it has before the first update."""
     return int(value[0]) == 1 if slot == UPDATE_COUNT else not value.any()
 
 
@@ -201,6 +202,7 @@ def _optimizer_of(state: Mapping[str, Any], like: State) -> dict[str, Array] | N
 
 
 def _random_of(state: Mapping[str, Any]) -> Array:
+    """Returns the state of a trainer's generator in NumPy's layout."""
     import torch
 
     generator = torch.Generator()

@@ -285,22 +285,22 @@ def _merge(parts: Sequence[Mapping[str, Any]], shape_of: Any, path: tuple[str, .
 def _join(values: list[Any], shape: Any, path: tuple[str, ...]) -> Any:
     """Concatenates the ranks' parts of a tensor, or returns the value that is equal in all ranks."""
     if shape is not None:
-        whole = [int(size) for size in np.ravel(shape)]
-        if sum(np.size(value) for value in values) == math.prod(whole):
-            return np.concatenate([np.ravel(value) for value in values]).reshape(whole)
+        whole_shape = [int(size) for size in np.ravel(shape)]
+        if sum(np.size(value) for value in values) == math.prod(whole_shape):
+            return np.concatenate([np.ravel(value) for value in values]).reshape(whole_shape)
     if all(np.array_equal(value, values[0]) for value in values[1:]):
-        return values[0] if shape is None else _checked_whole(values[0], whole, path)
+        return values[0] if shape is None else _checked_whole(values[0], whole_shape, path)
     raise CheckpointError(f"the checkpoints of the ranks do not fit together: {'/'.join(path)!r} differs between them")
 
 
-def _checked_whole(value: Any, whole: list[int], path: tuple[str, ...]) -> Any:
+def _checked_whole(value: Any, whole_shape: list[int], path: tuple[str, ...]) -> Any:
     """Returns a tensor that no rank has split, in its complete shape."""
-    if np.size(value) != math.prod(whole):
+    if np.size(value) != math.prod(whole_shape):
         raise CheckpointError(
             f"the checkpoints of the ranks do not fit together: {'/'.join(path)!r} has {np.size(value)} of "
-            f"{math.prod(whole)} elements"
+            f"{math.prod(whole_shape)} elements"
         )
-    return np.reshape(value, whole)
+    return np.reshape(value, whole_shape)
 
 
 def _rehearse(function: Callable[[], object], size: int, name: str) -> None:

@@ -52,6 +52,7 @@ def to_state_dict(state: State, copy: bool = False) -> dict[str, Any]:
     """
 
     def arrays(values: Mapping[str, Array]) -> dict[str, Array]:
+        """Returns arrays by name, copied if asked."""
         return {name: widened(value, copy=True) for name, value in values.items()} if copy else dict(values)
 
     values = arrays({**state.parameters, **state.buffers})
@@ -250,6 +251,7 @@ class _Reader:
             values[first] = value
 
     def _read_optimizer(self) -> None:
+        """Reads the optimizer's slots and update counts."""
         where, contents, differences = "state_dict[optimizer]", self.contents, self.differences
         state = dict(_mapping(self.state_dict, "optimizer", "state_dict"))
         options = self.state_dict.get("trainer_options", {})
@@ -312,6 +314,7 @@ class _Reader:
         return self.differences.random_state(value, self.contents.device, f"state_dict[{key}]")
 
     def _read_counters(self) -> None:
+        """Reads the counts of steps and updates, and the accumulation window with its gradients."""
         state_dict, state, contents = self.state_dict, self.state, self.contents
         if "train_step_info" not in state_dict:
             _warn_missing("train_step_info")
@@ -344,22 +347,28 @@ class _Reader:
                 differences.check()  # raises here, because the code below needs all keys
         else:  # the legacy layout, which only supports the mean
             size = self.contents.window_size if size is None or not has_gradients else size
-            whole = max(_count(size, "state_dict[trainer_options][gradient_accumulation_steps]"), 1)
-            behind = (state.step or 0) % whole
-            saved = {"micro_batches": behind, "reduction": "mean", "weight": behind, "unit": 1, "assigned_size": None}
+            window_size = max(_count(size, "state_dict[trainer_options][gradient_accumulation_steps]"), 1)
+            micro_batches = (state.step or 0) % window_size
+            saved = {
+                "micro_batches": micro_batches,
+                "reduction": "mean",
+                "weight": micro_batches,
+                "unit": 1,
+                "assigned_size": None,
+            }
             saved["scale"] = state.objects.get("loss_scaler", {}).get("loss_scale", 1)
         if current.keys() - saved.keys():  # gradients are meaningless without the complete state of their window
             has_gradients, saved = False, {**current, "micro_batches": 0, **saved}
-        behind = _count(saved.get("micro_batches"), "state_dict[window][micro_batches]")
+        micro_batches = _count(saved.get("micro_batches"), "state_dict[window][micro_batches]")
         if not has_gradients:
-            if behind and state.step is not None:
+            if micro_batches and state.step is not None:
                 warn(
-                    f"the state was taken after {behind} of {size} micro-batches of a window, without their "
+                    f"the state was taken after {micro_batches} of {size} micro-batches of a window, without their "
                     "gradients: the window starts over"
                 )
-                state.step -= behind
+                state.step -= micro_batches
             saved |= {"micro_batches": 0, "weight": 0, "unit": 1, "scale": 1}
-        elif not behind:
+        elif not micro_batches:
             raise ValueError("state_dict[gradients] is not empty, but state_dict[window] has no micro-batches")
         window = copying.copy(self.window)
         try:

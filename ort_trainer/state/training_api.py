@@ -147,13 +147,13 @@ def _blank(dtype: Any, shape: Any) -> Array:
 
 def _check(state: State, trainer: Any) -> None:
     """Raises a ValueError if a value is invalid."""
-    rates, schedule, random, done = state.learning_rates, state.schedule, state.random, state.optimization_step
-    sound = {
+    rates, schedule, random, updates = state.learning_rates, state.schedule, state.random, state.optimization_step
+    valid = {
         "export": isinstance(state.export, str),
         "trainable": _are_names(state.trainable),
         "learning_rates": isinstance(rates, list) and bool(rates) and all(map(_is_rate, rates)),
         "schedule": schedule is None or (isinstance(schedule, dict) and schedule.get("kind") in KINDS),
-        "optimization_step": type(done) is int and done >= 0,
+        "optimization_step": type(updates) is int and updates >= 0,
         "properties": isinstance(state.properties, dict)
         and all(isinstance(value, (int, float, str)) for value in state.properties.values()),
         "micro_batches": type(state.micro_batches) is int
@@ -163,12 +163,12 @@ def _check(state: State, trainer: Any) -> None:
         "random": random is None
         or (random.shape == (_RANDOM_WORDS,) and random.dtype == np.uint32 and random[-1] < _RANDOM_WORDS),
     }
-    wrong = [name for name, is_sound in sound.items() if not is_sound]
-    if wrong:
-        raise ValueError(f"invalid {', '.join(wrong)}")
-    if schedule is not None and done is not None:
+    invalid = [name for name, is_valid in valid.items() if not is_valid]
+    if invalid:
+        raise ValueError(f"invalid {', '.join(invalid)}")
+    if schedule is not None and updates is not None:
         for rate in rates:
-            for step in {done, max(done - 1, 0)}:  # the next update and the last; invalid numbers raise
+            for step in {updates, max(updates - 1, 0)}:  # the next update and the last; invalid numbers raise
                 learning_rate(schedule, step, rate)
 
 

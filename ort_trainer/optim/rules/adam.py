@@ -197,11 +197,11 @@ class _Adam(Rule):
     def nodes(self, nodes: Nodes, parameter: ParameterNodes) -> tuple[Any, Mapping[str, Any]]:
         weight, rate, hyper = parameter.weight, parameter.rate, parameter.hyper
         before = hyper["weight_decay_mode"] == AdamConfig.DecayMode.BEFORE_WEIGHT_UPDATE
-        kept, step, factor = adaptive_step(nodes, parameter, corrected_epsilon=before)
+        moments, step, factor = adaptive_step(nodes, parameter, corrected_epsilon=before)
         scale = rate if factor is None else nodes.op("Mul", rate, factor)
         if hyper["lambda_coef"]:
             decay = nodes.op("Mul", rate, nodes.number(hyper["lambda_coef"], weight))
-            left = nodes.op("Sub", nodes.number(1.0, weight), decay)
-            scale = scale if before else nodes.op("Mul", scale, left)
-            weight = nodes.op("Mul", weight, left)
-        return nodes.op("Sub", weight, nodes.op("Mul", step, scale)), kept
+            remaining = nodes.op("Sub", nodes.number(1.0, weight), decay)
+            scale = scale if before else nodes.op("Mul", scale, remaining)
+            weight = nodes.op("Mul", weight, remaining)
+        return nodes.op("Sub", weight, nodes.op("Mul", step, scale)), moments
