@@ -120,7 +120,7 @@ class _OverTorch(OptimizerConfig):
         if count != len(self._parameters):
             raise RuntimeError(
                 f"{type(self.optimizer).__name__} has {count} parameters, but had {len(self._parameters)} when the "
-                "trainer was made: give the optimizer all parameters from the start and freeze the later ones with "
+                "trainer was created: give the optimizer all parameters from the start and freeze the later ones with "
                 "requires_grad_(False), or create a new trainer"
             )
 
@@ -393,7 +393,7 @@ class FollowedConfig(_OverTorch):
         if self._current_slots() != self._slots:
             raise RuntimeError(
                 f"a parameter group of {type(self.optimizer).__name__} has gained or lost its momentum since the "
-                "trainer was made, which has no state for the change: set a momentum from the start"
+                "trainer was created, so the trainer has no state for it: set a momentum from the start"
             )
 
     def _current_slots(self) -> list[tuple[str, ...]]:
@@ -499,7 +499,7 @@ class TorchUpdate(OptimizerUpdate):
         ]
         if gone:
             raise RuntimeError(
-                f"the model's parameters {gone[:3]} have been replaced since the trainer was made (as by "
+                f"the model's parameters {gone[:3]} have been replaced since the trainer was created (as by "
                 f"load_state_dict(assign=True)), and {type(optimizer).__name__} still has the old ones: create a new "
                 "optimizer and a new trainer"
             )
