@@ -19,7 +19,7 @@ from .agreement import FOLLOW, KINDS, Row, check_rows, check_traits, checksum, n
 from .buckets import Buckets, grouped, room_for
 from .neighbours import SharedMemory
 from .processes import Processes
-from .reduction import Reduction
+from .reduction import WHAT, Reduction
 
 __all__ = ["DataParallel"]
 
@@ -129,7 +129,7 @@ class DataParallel(Strategy):
             flat = torch.zeros_like(bucket.flat)
             for name in gradients.keys() & names:
                 torch.mul(gradients[name], share.unit / unit, out=bucket.view_in(flat, name))
-            self.processes.all_reduce("the gradients of the other processes", flat)
+            self.processes.all_reduce(WHAT, flat)
             sums |= {name: bucket.view_in(flat, name).to("cpu", copy=True) for name in (names if keep else ())}
         return sums
 

@@ -12,11 +12,12 @@ import torch.distributed as dist
 from .buckets import Bucket
 from .processes import Processes
 
-__all__ = ["Adasum", "Reduction", "Sum"]
+__all__ = ["WHAT", "Adasum", "Reduction", "Sum"]
 
 # The number of elements that are summed at a time, so that they stay in the processor's cache.
 _BLOCK = 2**16
 WHAT = "the gradients of the other processes"
+"""What a process waits for during a reduction, for messages."""
 
 
 class Reduction(ABC):

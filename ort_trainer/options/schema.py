@@ -43,7 +43,11 @@ def load_schema(name: str) -> dict[str, Any]:
 
 
 class SchemaValidator(cerberus.Validator):  # type: ignore[misc]
-    """A cerberus validator with the additional rules of this package's schemas."""
+    """A cerberus validator with the additional rules of this package's schemas.
+
+    cerberus finds methods by name: ``_check_with_positive`` for ``check_with: positive`` in a schema, and
+    ``_normalize_coerce_path`` for ``coerce: path``.
+    """
 
     types_mapping = cerberus.Validator.types_mapping.copy()
     types_mapping["callable"] = cerberus.TypeDefinition("callable", (object,), ())

@@ -47,6 +47,8 @@ class LionConfig(OptimizerConfig):
 
 
 class _Lion(Rule):
+    """Lion, with operations on lists of tensors."""
+
     name = "LionOptimizer"
     slots = (MOMENT_1,)
 

@@ -63,6 +63,8 @@ class SGDConfig(OptimizerConfig):
 
 
 class _SGD(Rule):
+    """Gradient descent with torch's fused kernel."""
+
     name = "SGDOptimizer"
     slots = (MOMENTUM,)
 
