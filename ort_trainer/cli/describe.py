@@ -168,7 +168,7 @@ def describe_folder(folder: Path) -> dict[str, Any]:
             entries.append({"file": path.name, "bytes": path.stat().st_size, "problem": str(error)})
     latest = folder / "latest"
     description: dict[str, Any] = {"folder": str(folder), "files": entries}
-    if latest.is_file() and latest.stat().st_size < 1000:
+    if latest.is_file() and latest.stat().st_size < 1000:  # a manager's file, which has only a name
         description["latest"] = latest.read_text(encoding="utf-8", errors="replace").strip()
     return description
 

@@ -104,7 +104,7 @@ def _value_hint(rules: Mapping[str, Any], value: Any) -> str:
     if not isinstance(value, str) or "allowed" not in rules:
         return ""
     allowed = {name.lower(): name for name in rules["allowed"] if _digits(name) == _digits(value)}
-    close = get_close_matches(value.lower(), allowed, 1, 0.54)
+    close = get_close_matches(value.lower(), allowed, 1, 0.54)  # fp32 resembles float32 by 6 / 11
     return f": did you mean {allowed[close[0]]!r}?" if close else ""
 
 

@@ -328,6 +328,7 @@ def _rehearse(function: Callable[[], object], size: int, name: str) -> None:
             function()
         except BaseException as error:
             problem = str(error) if isinstance(error, CheckpointError) else repr(error)
+            # Less than a pipe holds, because the parent reads only after this process has ended.
             os.write(writer, problem.encode(errors="replace")[:4000])
             raise
 
