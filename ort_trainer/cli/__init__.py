@@ -30,12 +30,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit code: 0 for success, 1 for failure, 130 after Ctrl-C. Wrong usage exits the process with 2.
     """
     tolerate_any_terminal()
-    given = _parser().parse_args(arguments)
+    parsed = _parser().parse_args(arguments)
     with warnings.catch_warnings():
         warnings.showwarning = _show_warning  # type: ignore[assignment]
         warnings.simplefilter("always", UserWarning)
         try:
-            code: int = given.run(given)
+            code: int = parsed.run(parsed)
         except KeyboardInterrupt:
             return _INTERRUPTED
         except Exception as error:  # a traceback is of no use on the command line

@@ -34,8 +34,10 @@ _USUAL = {
 }
 
 StateDict = dict[str, Any]
+# Parts of a trainer's state that hold the optimizer's, and parts that count updates.
 _OF_OPTIMIZER = ("optimizer", "torch_optimizer", "gradients")
 _OF_UPDATES = ("window", "train_step_info", "lr_scheduler")
+# Entries of a checkpoint's manifest besides its extra parts.
 _MAIN_PARTS = ("format", "version", "state", "user")
 
 
@@ -152,6 +154,7 @@ def _write_weights(sources: Sequence[Path], kind: Format, target: Path) -> None:
 
 
 def _stored(value: Any) -> Stored:
+    """Returns an array or a tensor in the form for writing."""
     if isinstance(value, np.ndarray):
         return as_stored(np.asarray(value, order="C"))
     from ..state.file import as_stored as tensor_as_stored

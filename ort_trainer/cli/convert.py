@@ -45,14 +45,14 @@ def add(commands: Any) -> None:
     parser.set_defaults(run=_run)
 
 
-def _run(given: argparse.Namespace) -> int:
-    sources, target = [Path(name) for name in given.source], Path(given.target)
-    if target.exists() and not given.force:
+def _run(args: argparse.Namespace) -> int:
+    sources, target = [Path(name) for name in args.source], Path(args.target)
+    if target.exists() and not args.force:
         complain(f"error: {str(target)!r} already exists: choose another target, or give --force")
         return WRONG_USAGE
     from .conversions import convert
 
-    like = None if given.like is None else Path(given.like)
-    written = convert(sources, target, like, given.to, with_optimizer=not given.no_optimizer_state)
+    like = None if args.like is None else Path(args.like)
+    written = convert(sources, target, like, args.to, with_optimizer=not args.no_optimizer_state)
     say(f"{target}: {written}")
     return OK

@@ -17,8 +17,10 @@ from ..core.sealed import DTYPES, Header, damaged_tensors, read_header
 
 __all__ = ["Format", "check", "describe", "describe_folder", "files_of", "manifest_of", "open_sealed", "recognize"]
 
+# The first bytes of a cached export, and of pickles: a zip file by torch.save, or protocol 2, 4 or 5.
 _CACHED = b"ort_trainer export "
 _PICKLES = (b"PK\x03\x04", b"\x80\x02", b"\x80\x04", b"\x80\x05")
+# More bytes than identify any kind of file.
 _HEAD = 32
 # Files with these suffixes should be of a known kind; if not, they are damaged.
 _ENDINGS = (".onnx", ".ortckpt", ".safetensors")
@@ -96,12 +98,12 @@ def manifest_of(header: Header, name: str) -> dict[str, Any]:
     """
     text = next(header.metadata[key] for key in _MANIFESTS if key in header.metadata)
     try:
-        found = json.loads(text)
+        manifest = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{name} is damaged: its manifest can't be read ({error})") from error
-    if not isinstance(found, dict):
+    if not isinstance(manifest, dict):
         raise CheckpointError(f"{name} is damaged: its manifest is not a JSON object")
-    return found
+    return manifest
 
 
 def files_of(folder: Path) -> list[Path]:
@@ -135,25 +137,25 @@ def describe(path: Path) -> dict[str, Any]:
         ImportError: If a package needed to read it is missing.
     """
     kind = recognize(path)
-    found: dict[str, Any] = {"file": str(path), "kind": kind.value, "bytes": path.stat().st_size}
+    description: dict[str, Any] = {"file": str(path), "kind": kind.value, "bytes": path.stat().st_size}
     if kind is Format.LEGACY:
-        found |= _legacy(path)
+        description |= _legacy(path)
     elif kind is Format.UPSTREAM:
-        found |= _upstream(path)
+        description |= _upstream(path)
     elif kind is Format.ONNX:
         from .onnx_models import describe_model
 
-        found |= describe_model(path)
+        description |= describe_model(path)
     elif kind.is_sealed:
-        found |= _sealed(path, kind)
-    found["checksums"], found["damaged"] = _check(path, kind)
-    tensors = found.pop("tensors", [])
-    found["totals"] = {
+        description |= _sealed(path, kind)
+    description["checksums"], description["damaged"] = _check(path, kind)
+    tensors = description.pop("tensors", [])
+    description["totals"] = {
         "tensors": len(tensors),
         "elements": sum(math.prod(tensor["shape"]) for tensor in tensors),
         "bytes": sum(tensor["bytes"] for tensor in tensors),
     }
-    return found | {"tensors": tensors}
+    return description | {"tensors": tensors}
 
 
 def describe_folder(folder: Path) -> dict[str, Any]:
@@ -165,10 +167,10 @@ def describe_folder(folder: Path) -> dict[str, Any]:
         except (ValueError, ImportError, OSError) as error:
             entries.append({"file": path.name, "bytes": path.stat().st_size, "problem": str(error)})
     latest = folder / "latest"
-    found: dict[str, Any] = {"folder": str(folder), "files": entries}
-    if latest.is_file() and latest.stat().st_size < 1000:
-        found["latest"] = latest.read_text(encoding="utf-8", errors="replace").strip()
-    return found
+    description: dict[str, Any] = {"folder": str(folder), "files": entries}
+    if latest.is_file() and latest.stat().st_size < 1000:  # a manager's file, which has only a name
+        description["latest"] = latest.read_text(encoding="utf-8", errors="replace").strip()
+    return description
 
 
 def check(path: Path) -> tuple[str, list[str]]:
@@ -208,13 +210,14 @@ def _is_whole_export(path: Path) -> bool:
 
 
 def _sealed(path: Path, kind: Format) -> dict[str, Any]:
+    """Describes a safetensors file, sealed or not."""
     with open_sealed(path) as (_, header):
         tensors = _tensors_of(header)
     if kind is Format.TENSORS:
         return {"metadata": header.metadata, "tensors": tensors}
-    said = manifest_of(header, repr(str(path)))
-    facts = _trainer_facts(said) if kind is Format.TRAINER else _api_facts(said)
-    return {"version": said.get("version"), **facts, "tensors": tensors}
+    manifest = manifest_of(header, repr(str(path)))
+    facts = _trainer_facts(manifest) if kind is Format.TRAINER else _api_facts(manifest)
+    return {"version": manifest.get("version"), **facts, "tensors": tensors}
 
 
 def _tensors_of(header: Header) -> list[dict[str, Any]]:
@@ -229,18 +232,19 @@ def _tensors_of(header: Header) -> list[dict[str, Any]]:
     ]
 
 
-def _trainer_facts(said: Mapping[str, Any]) -> dict[str, Any]:
-    found = {**_state_facts(_dict(said.get("state"))), "user_dict": list(_dict(said.get("user")))}
+def _trainer_facts(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns facts about a checkpoint of the trainer."""
+    facts = {**_state_facts(_dict(manifest.get("state"))), "user_dict": list(_dict(manifest.get("user")))}
     # Written by CheckpointManager.
-    metrics = _dict(said.get("run")).get("metrics")
-    return found | ({"metrics": metrics} if metrics else {})
+    metrics = _dict(manifest.get("run")).get("metrics")
+    return facts | ({"metrics": metrics} if metrics else {})
 
 
 def _state_facts(state: Mapping[str, Any]) -> dict[str, Any]:
     """Returns facts about a trainer's state, leaving out those that the file lacks."""
     info, options, window = (_dict(state.get(key)) for key in ("train_step_info", "trainer_options", "window"))
     scaler = _dict(state.get("loss_scaler"))
-    found = {
+    facts = {
         "optimization_step": info.get("optimization_step"),
         "step": info.get("step"),
         "optimizer": options.get("optimizer_name"),
@@ -251,23 +255,25 @@ def _state_facts(state: Mapping[str, Any]) -> dict[str, Any]:
         "micro_batches_in_window": window.get("micro_batches"),
         "loss_scale": scaler.get("loss_scale"),
     }
-    return {key: value for key, value in found.items() if value is not None} | {"parts": sorted(state)}
+    return {key: value for key, value in facts.items() if value is not None} | {"parts": sorted(state)}
 
 
-def _api_facts(said: Mapping[str, Any]) -> dict[str, Any]:
-    rates, properties = said.get("learning_rates"), _dict(said.get("properties"))
+def _api_facts(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns facts about a checkpoint of an export."""
+    rates, properties = manifest.get("learning_rates"), _dict(manifest.get("properties"))
     return {
-        "optimization_step": said.get("optimization_step"),
-        "optimizer_state": said.get("has_optimizer"),
+        "optimization_step": manifest.get("optimization_step"),
+        "optimizer_state": manifest.get("has_optimizer"),
         "learning_rates": rates,
-        "schedule": said.get("schedule"),
-        "nominal": said.get("nominal"),
-        "export": said.get("export"),
+        "schedule": manifest.get("schedule"),
+        "nominal": manifest.get("nominal"),
+        "export": manifest.get("export"),
         "properties": list(properties),
     }
 
 
 def _dict(value: Any) -> dict[str, Any]:
+    """Returns a value from a file if it is a dict, otherwise an empty one."""
     return value if isinstance(value, dict) else {}
 
 
@@ -292,14 +298,16 @@ def _tensor(name: str, array: Any) -> dict[str, Any]:
 def _upstream(path: Path) -> dict[str, Any]:
     from ..upstream import read_upstream_checkpoint
 
-    found = read_upstream_checkpoint(path)
-    groups = {name: {"step": group.step, "initial_lr": group.initial_lr} for name, group in found.groups.items()}
-    arrays = {name: parameter.data for name, parameter in found.parameters.items()}
-    for group in found.groups.values():
-        arrays |= {f"{name}.{kind}": value for name, own in group.moments.items() for kind, value in own.items()}
+    checkpoint = read_upstream_checkpoint(path)
+    groups = {name: {"step": group.step, "initial_lr": group.initial_lr} for name, group in checkpoint.groups.items()}
+    arrays = {name: parameter.data for name, parameter in checkpoint.parameters.items()}
+    for group in checkpoint.groups.values():
+        arrays |= {
+            f"{name}.{kind}": value for name, moments in group.moments.items() for kind, value in moments.items()
+        }
     return {
         "optimizer_groups": groups,
-        "nominal": found.nominal,
-        "properties": list(found.properties),
+        "nominal": checkpoint.nominal,
+        "properties": list(checkpoint.properties),
         "tensors": [_tensor(name, array) for name, array in arrays.items()],
     }

@@ -52,8 +52,8 @@ def add(commands: Any) -> None:
     parser.set_defaults(run=_run)
 
 
-def _run(given: argparse.Namespace) -> int:
-    found = {
+def _run(args: argparse.Namespace) -> int:
+    facts = {
         "ort_trainer": f"{own_version()} in {Path(__file__).parents[1]}",
         "python": f"{platform.python_version()} ({platform.python_implementation()})",
         "platform": _attempt(platform.platform),
@@ -64,12 +64,12 @@ def _run(given: argparse.Namespace) -> int:
         "cache of exports": _attempt(_cache),
         "variables": {name: value for name, value in sorted(os.environ.items()) if _is_of_interest(name)},
     }
-    if given.json:
-        say_json(found)
+    if args.json:
+        say_json(facts)
     else:
-        plain = {name: value for name, value in found.items() if not isinstance(value, dict)}
+        plain = {name: value for name, value in facts.items() if not isinstance(value, dict)}
         say_facts(plain, indent="")
-        for name, part in found.items():
+        for name, part in facts.items():
             if isinstance(part, dict) and part:
                 say()
                 say(name)
@@ -92,14 +92,14 @@ def own_version() -> str:
 
 
 def _packages() -> dict[str, str]:
-    found = {}
+    versions = {}
     for name in _IMPORTED:
-        found[name] = _version(name)
-        if found[name] != "not installed":
+        versions[name] = _version(name)
+        if versions[name] != "not installed":
             imported = _attempt(functools.partial(importlib.import_module, name))
             if isinstance(imported, str):
-                found[name] += f", but importing it fails: {imported.removeprefix('not known: ')}"
-    return found | {name: _version(name) for name in _LOOKED_UP}
+                versions[name] += f", but importing it fails: {imported.removeprefix('not known: ')}"
+    return versions | {name: _version(name) for name in _LOOKED_UP}
 
 
 def _version(name: str) -> str:
@@ -115,14 +115,14 @@ def _engine() -> dict[str, Any]:
     from ..engine.ort import installed_flavours, require_engine
 
     require_engine()
-    found: dict[str, Any] = {"distribution": " and ".join(installed_flavours()) or "not known"}
+    facts: dict[str, Any] = {"distribution": " and ".join(installed_flavours()) or "not known"}
     if len(installed_flavours()) > 1:
-        found["problem"] = "several distributions overwrite each other's files: uninstall all of them, then install one"
+        facts["problem"] = "several distributions overwrite each other's files: uninstall all of them, then install one"
     onnxruntime = _attempt(_onnxruntime)
     if isinstance(onnxruntime, str):
-        return found | {"problem": f"importing it fails: {onnxruntime.removeprefix('not known: ')}"}
-    found |= {"version": onnxruntime.__version__, "providers": onnxruntime.get_available_providers()}
-    return found | {"newest opset": _attempt(_newest_opset), "CUDA": _attempt(_cuda)}
+        return facts | {"problem": f"importing it fails: {onnxruntime.removeprefix('not known: ')}"}
+    facts |= {"version": onnxruntime.__version__, "providers": onnxruntime.get_available_providers()}
+    return facts | {"newest opset": _attempt(_newest_opset), "CUDA": _attempt(_cuda)}
 
 
 def _onnxruntime() -> Any:
@@ -149,6 +149,8 @@ def _cuda() -> str:
 
 
 def _abilities() -> dict[str, str]:
+    """Returns for each kind of model whether the installation can train it, or the error that prevents it."""
+
     def models() -> str:
         for needed in ("torch", "onnxscript", "cerberus", "networkx"):
             importlib.import_module(needed)
@@ -164,11 +166,11 @@ def _abilities() -> dict[str, str]:
 
 
 def _processors() -> dict[str, Any]:
-    found: dict[str, Any] = {"architecture": platform.machine(), "in this machine": os.cpu_count()}
+    facts: dict[str, Any] = {"architecture": platform.machine(), "in this machine": os.cpu_count()}
     if hasattr(os, "sched_getaffinity"):
-        found["for this process"] = len(os.sched_getaffinity(0))
-    found["threads of torch"] = _attempt(lambda: importlib.import_module("torch").get_num_threads())
-    return found
+        facts["for this process"] = len(os.sched_getaffinity(0))
+    facts["threads of torch"] = _attempt(lambda: importlib.import_module("torch").get_num_threads())
+    return facts
 
 
 def _cache() -> dict[str, Any] | str:

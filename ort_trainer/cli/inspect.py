@@ -13,7 +13,7 @@ __all__ = ["add"]
 
 # The keys of a description that are not printed in its list of facts.
 _APART = ("file", "folder", "kind", "bytes", "tensors", "totals", "inputs", "outputs", "operators", "damaged")
-_SHOWN = 40
+_SHOWN = 40  # tensors printed without --all
 
 
 def add(commands: Any) -> None:
@@ -32,33 +32,33 @@ def add(commands: Any) -> None:
     parser.set_defaults(run=_run)
 
 
-def _run(given: argparse.Namespace) -> int:
+def _run(args: argparse.Namespace) -> int:
     from .describe import describe, describe_folder
 
-    path = Path(given.file)
+    path = Path(args.file)
     if path.is_dir():
-        found = describe_folder(path)
-        is_sound = not any("problem" in entry or entry["damaged"] for entry in found["files"])
+        description = describe_folder(path)
+        is_sound = not any("problem" in entry or entry["damaged"] for entry in description["files"])
         show = _say_folder
     else:
-        found = describe(path)
-        is_sound = not found["damaged"]
-        show = _say_all if given.all else _say_file
-    if given.json:
-        say_json(found)
+        description = describe(path)
+        is_sound = not description["damaged"]
+        show = _say_all if args.all else _say_file
+    if args.json:
+        say_json(description)
     else:
-        show(found)
+        show(description)
     return OK if is_sound else FAILED
 
 
-def _say_folder(found: Mapping[str, Any]) -> None:
-    say(f"{found['folder']}: {len(found['files'])} files")
-    if "latest" in found:
-        say_facts({"latest": found["latest"]})
+def _say_folder(description: Mapping[str, Any]) -> None:
+    say(f"{description['folder']}: {len(description['files'])} files")
+    if "latest" in description:
+        say_facts({"latest": description["latest"]})
     say()
     rows = [
         (entry["file"], size(entry["bytes"]), _step(entry), _state(entry), entry.get("kind", entry.get("problem", "")))
-        for entry in found["files"]
+        for entry in description["files"]
     ]
     say_table(("file", "size", "updates", "checksums", "kind"), rows)
 
@@ -68,27 +68,28 @@ def _step(entry: Mapping[str, Any]) -> str:
 
 
 def _state(entry: Mapping[str, Any]) -> str:
+    """Returns the state of a file's checksums."""
     return "damaged" if "problem" in entry else str(entry["checksums"])
 
 
-def _say_all(found: Mapping[str, Any]) -> None:
-    _say_file(found, shown=len(found["tensors"]))
+def _say_all(description: Mapping[str, Any]) -> None:
+    _say_file(description, shown=len(description["tensors"]))
 
 
-def _say_file(found: Mapping[str, Any], shown: int = _SHOWN) -> None:
-    say(f"{found['file']}: {found['kind']}, {size(found['bytes'])}")
-    facts = {name.replace("_", " "): value for name, value in found.items() if name not in _APART}
-    if found["damaged"]:
-        facts["damaged"] = found["damaged"]
+def _say_file(description: Mapping[str, Any], shown: int = _SHOWN) -> None:
+    say(f"{description['file']}: {description['kind']}, {size(description['bytes'])}")
+    facts = {name.replace("_", " "): value for name, value in description.items() if name not in _APART}
+    if description["damaged"]:
+        facts["damaged"] = description["damaged"]
     say_facts({name: "-" if value in (None, [], {}) else value for name, value in facts.items()})
     for side in ("inputs", "outputs"):
-        if side in found:
+        if side in description:
             say()
-            say_table((side[:-1], "dtype", "shape"), [_row(value) for value in found[side]])
-    if "operators" in found:
+            say_table((side[:-1], "dtype", "shape"), [_row(value) for value in description[side]])
+    if "operators" in description:
         say()
-        say_table(("operator", "nodes"), [(name, str(count)) for name, count in found["operators"].items()])
-    tensors, totals = found["tensors"], found["totals"]
+        say_table(("operator", "nodes"), [(name, str(count)) for name, count in description["operators"].items()])
+    tensors, totals = description["tensors"], description["totals"]
     if tensors:
         say()
         rows = [(*_row(tensor), size(tensor["bytes"])) for tensor in tensors[:shown]]

@@ -45,33 +45,33 @@ def describe_model(path: Path) -> dict[str, Any]:
 
 
 def _model(data: memoryview) -> dict[str, Any]:
-    found: dict[str, Any] = {"ir_version": 0, "producer": "", "opsets": {}, "metadata": []}
+    description: dict[str, Any] = {"ir_version": 0, "producer": "", "opsets": {}, "metadata": []}
     graph: dict[str, Any] | None = None
     for part in fields(data):
         if part.number == _MODEL_IR_VERSION:
-            found["ir_version"] = _number(part)
+            description["ir_version"] = _number(part)
         elif part.number == _MODEL_PRODUCER:
-            found["producer"] = decoded(content(part))
+            description["producer"] = decoded(content(part))
         elif part.number == _MODEL_OPSET:
             entry = content(part)
-            found["opsets"][text(entry, _OPSET_DOMAIN) or "ai.onnx"] = _first_number(entry, _OPSET_VERSION)
+            description["opsets"][text(entry, _OPSET_DOMAIN) or "ai.onnx"] = _first_number(entry, _OPSET_VERSION)
         elif part.number == _MODEL_METADATA:
             key = text(content(part), _ENTRY_KEY)
-            found["metadata"].append(key)
+            description["metadata"].append(key)
             if key == METADATA:
-                found["artifact"] = _artifact(text(content(part), _ENTRY_VALUE))
+                description["artifact"] = _artifact(text(content(part), _ENTRY_VALUE))
         elif part.number == _MODEL_GRAPH:
             graph = _graph(content(part))
     if graph is None:
         raise Malformed("it has no graph")
-    return found | graph
+    return description | graph
 
 
 def _artifact(metadata: str) -> dict[str, Any]:
     """Returns the kind of an ort_trainer artifact, and the export it comes from."""
     try:
-        said = json.loads(metadata)
-        return {key: said.get(key) for key in ("kind", "export", "format")}
+        artifact = json.loads(metadata)
+        return {key: artifact.get(key) for key in ("kind", "export", "format")}
     except (ValueError, AttributeError, RecursionError) as error:
         raise Malformed(f"its metadata {METADATA!r} are not a JSON object ({error})") from error
 
@@ -113,8 +113,8 @@ def _tensor(data: memoryview) -> dict[str, Any]:
         elif part.number == _TENSOR_LOCATION:
             outside = _number(part) == _EXTERNAL
     dtype, size = _TYPES.get(kind, (f"type {kind}", 0))
-    found = {"name": name, "dtype": dtype, "shape": shape, "bytes": math.prod(shape) * size}
-    return found | ({"external": True} if outside else {})
+    description = {"name": name, "dtype": dtype, "shape": shape, "bytes": math.prod(shape) * size}
+    return description | ({"external": True} if outside else {})
 
 
 def _value(data: memoryview) -> dict[str, Any]:
@@ -130,17 +130,18 @@ def _value(data: memoryview) -> dict[str, Any]:
 
 
 def _size(data: memoryview) -> int | str | None:
-    found = next(fields(data), None)
-    if found is None:
+    """Returns the size or the name of a dimension; None if it is unknown."""
+    dimension = next(fields(data), None)
+    if dimension is None:
         return None
-    return _number(found) if found.number == _DIM_SIZE else text(data, _DIM_NAME) or None
+    return _number(dimension) if dimension.number == _DIM_SIZE else text(data, _DIM_NAME) or None
 
 
 def _first_number(data: memoryview, number: int) -> int:
     return next((_number(f) for f in fields(data) if f.number == number), 0)
 
 
-def _number(found: Field) -> int:
-    if not isinstance(found.value, int):
-        raise Malformed(f"field {found.number} is not a number")
-    return found.value
+def _number(entry: Field) -> int:
+    if not isinstance(entry.value, int):
+        raise Malformed(f"field {entry.number} is not a number")
+    return entry.value

@@ -28,15 +28,15 @@ def add(commands: Any) -> None:
     parser.set_defaults(run=_run)
 
 
-def _run(given: argparse.Namespace) -> int:
+def _run(args: argparse.Namespace) -> int:
     from ..options.schema import listed_options
 
-    known = listed_options()
-    chosen = [option for option in known if given.key is None or _is_meant(option, given.key)]
+    all_options = listed_options()
+    chosen = [option for option in all_options if args.key is None or _is_meant(option, args.key)]
     if not chosen:
-        complain(f"error: unknown option {given.key!r}{_close(known, given.key)}")
+        complain(f"error: unknown option {args.key!r}{_close(all_options, args.key)}")
         return WRONG_USAGE
-    if given.json:
+    if args.json:
         say_json([option._asdict() for option in chosen])
     elif len(chosen) == 1:
         _say_whole(chosen[0])
@@ -53,14 +53,14 @@ def _is_meant(option: ListedOption, key: str) -> bool:
     return key in (option.key, *option.spellings) or option.key.startswith(f"{key}.")
 
 
-def _close(known: list[ListedOption], key: str) -> str:
+def _close(all_options: list[ListedOption], key: str) -> str:
     """Returns a hint with similar keys, compared by their last part too, which is what people remember."""
-    keys = [option.key for option in known]
-    found = difflib.get_close_matches(key, keys, n=3)
+    keys = [option.key for option in all_options]
+    matches = difflib.get_close_matches(key, keys, n=3)
     last = key.rpartition(".")[2]
-    found += [name for name in keys if difflib.SequenceMatcher(None, name.rpartition(".")[2], last).ratio() > 0.75]
-    found = list(dict.fromkeys(found))[:3]
-    return f" (did you mean {' or '.join(found)}?)" if found else ": 'ort-trainer options' lists all options"
+    matches += [name for name in keys if difflib.SequenceMatcher(None, name.rpartition(".")[2], last).ratio() > 0.75]
+    matches = list(dict.fromkeys(matches))[:3]
+    return f" (did you mean {' or '.join(matches)}?)" if matches else ": 'ort-trainer options' lists all options"
 
 
 def _say_whole(option: ListedOption) -> None:

@@ -84,7 +84,7 @@ def size(count: int) -> str:
     """Returns a human-readable number of bytes: in powers of 1000, with three digits."""
     amount, unit = float(count), "bytes"
     for larger in ("kB", "MB", "GB", "TB"):
-        if amount < 999.5:
+        if amount < 999.5:  # from there on, three digits round to 1000
             break
         amount, unit = amount / 1000, larger
     return f"{count} bytes" if unit == "bytes" else f"{amount:.3g} {unit}"

@@ -27,24 +27,24 @@ def add(commands: Any) -> None:
     parser.set_defaults(run=_run)
 
 
-def _run(given: argparse.Namespace) -> int:
-    missing = [name for name in given.files if not Path(name).exists()]
+def _run(args: argparse.Namespace) -> int:
+    missing = [name for name in args.files if not Path(name).exists()]
     if missing:
         complain(f"error: file {missing[0]!r} does not exist")
         return WRONG_USAGE
-    paths = _files(given.files)
+    paths = _files(args.files)
     if not paths:
-        complain(f"error: no files to verify in {', '.join(map(repr, given.files))}")
+        complain(f"error: no files to verify in {', '.join(map(repr, args.files))}")
         return WRONG_USAGE
-    found = []
+    results = []
     for path in paths:
-        found.append(_verified(path, given.require_checksums))
-        if not given.json:
-            said = found[-1]
-            say(f"{said['file']}: {said['state']}{', ' if said['details'] else ''}{said['details']}")
-    if given.json:
-        say_json(found)
-    return OK if all(entry["good"] for entry in found) else FAILED
+        results.append(_verified(path, args.require_checksums))
+        if not args.json:
+            result = results[-1]
+            say(f"{result['file']}: {result['state']}{', ' if result['details'] else ''}{result['details']}")
+    if args.json:
+        say_json(results)
+    return OK if all(entry["good"] for entry in results) else FAILED
 
 
 def _files(names: list[str]) -> list[Path]:

@@ -28,7 +28,7 @@ def install() -> None:
     if importlib.util.find_spec("torch") is None:
         from .modules import module_named
 
-        module_named("onnxruntime")  # which the next import would import, without the precautions
+        module_named("onnxruntime")  # imports it with the precautions, before the next line does so without
         from .training_api import install_alone
 
         install_alone()
@@ -39,7 +39,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Undoes :func:`install`: removes the modules that it made, and restores the names that it set."""
+    """Undoes :func:`install`: removes the modules that it created, and restores the names that it set."""
     if f"{__name__}.registry" in sys.modules:
         from .registry import uninstall_all
 

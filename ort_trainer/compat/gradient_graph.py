@@ -28,12 +28,12 @@ class GradientGraphBuilder:
 
     Args:
         model: The serialized model.
-        outputs: What is differentiated: the loss.
+        outputs: Names of the outputs to differentiate: only the loss.
         weights: Names of the initializers whose gradients are computed.
         loss: The name of the loss.
 
     Raises:
-        ValueError: If there is no output or initializer of a name.
+        ValueError: If the model lacks one of the weights, or ``outputs`` is not the loss alone.
         ExportError: If the model can't be read or differentiated.
     """
 

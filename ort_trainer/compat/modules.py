@@ -1,4 +1,4 @@
-"""Sets names on modules, makes missing modules, undoes both, and explains imports that fail."""
+"""Sets names on modules, creates missing modules, undoes both, and explains imports that fail."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from ..engine.ort import has_training, process_undisturbed
 __all__ = ["is_changed", "module_named", "put_in_place", "restore", "set_name"]
 
 _ABSENT = object()
-# For undoing: (module or class, name, previous value), and the names of modules that were made.
+# For undoing: (module or class, name, previous value), and the names of modules that were created.
 _changed: list[tuple[Any, str, Any]] = []
-_made: list[str] = []
+_created: list[str] = []
 _PACKAGE = "onnxruntime.training"
 # The installed one needs parts of torch that are gone.
 _REPLACED = f"{_PACKAGE}.ortmodule"
@@ -44,7 +44,7 @@ def module_named(name: str) -> ModuleType:
     module.__spec__ = ModuleSpec(name, None, is_package=True)
     module.__path__ = []
     sys.modules[name] = module
-    _made.append(name)
+    _created.append(name)
     set_name(module_named(parent), child, module)
     return module
 
@@ -79,7 +79,7 @@ def put_in_place(
 
 
 def restore() -> None:
-    """Undoes everything: removes the modules that were made, and restores the names that were set."""
+    """Undoes everything: removes the modules that were created, and restores the names that were set."""
     for finder in (FailingParts, MissingParts):
         if finder in sys.meta_path:
             sys.meta_path.remove(finder)
@@ -89,8 +89,8 @@ def restore() -> None:
             delattr(module, name)
         else:
             setattr(module, name, before)
-    while _made:
-        sys.modules.pop(_made.pop(), None)
+    while _created:
+        sys.modules.pop(_created.pop(), None)
 
 
 class MissingParts:
@@ -126,6 +126,8 @@ class FailingParts:
 
 
 class _Explaining(SourceFileLoader):
+    """Loads a module, and explains why it fails if it does."""
+
     def exec_module(self, module: ModuleType) -> None:
         try:
             super().exec_module(module)
@@ -137,17 +139,19 @@ class _Explaining(SourceFileLoader):
 
 
 def _missing(name: str, reason: str) -> ModuleNotFoundError:
+    """Returns the error for a module that can't be imported."""
     # With the module's own name in the error, `from package import name` would treat it as a name that may be missing.
     return ModuleNotFoundError(f"{name} can't be imported: {reason}", name=_PACKAGE)
 
 
 _ORTMODULE = (
-    "ort_trainer has ORTModule, DebugOptions and LogLevel of this package, which need no extensions to be built, and "
-    "nothing of what was experimental or internal: leave it out"
+    "ort_trainer has ORTModule, DebugOptions and LogLevel of this package, which need no extensions to be built, but "
+    "nothing that was experimental or internal: leave it out"
 )
 
 
 def _reason(name: str) -> str:
+    """Returns why a part of ``onnxruntime.training`` is missing, and what to do."""
     if importlib.util.find_spec("torch") is None:
         return (
             "torch is not installed, and without torch ort_trainer.compat.install() provides only "

@@ -343,12 +343,12 @@ class ORTTrainer:
         missing = [name for name in [*self._input_names(), *extras] if name not in batch]
         if missing:
             raise TypeError(f"inputs {missing} are missing: a step takes {[*self._input_names(), *extras]}")
-        given = batch.pop(rate) if self.get_lr_this_step_ is None else self.get_lr_this_step_(self.global_step_)
-        learning_rate = _one_number("the learning rate", given)
+        value = batch.pop(rate) if self.get_lr_this_step_ is None else self.get_lr_this_step_(self.global_step_)
+        learning_rate = _one_number("the learning rate", value)
         scale = None
         if self.use_mixed_precision:
-            given = batch.pop(_LOSS_SCALE) if self.loss_scaler_ is None else self.loss_scaler_.loss_scale_
-            scale = _one_number("the loss scale", given)
+            value = batch.pop(_LOSS_SCALE) if self.loss_scaler_ is None else self.loss_scaler_.loss_scale_
+            scale = _one_number("the loss scale", value)
         loop = self._trainer.loop
         with Transaction(loop, joint=False):
             plan, bound = loop.bind((self._renamed(batch),), {}, fetches or ())  # interruptible, unlike the step
@@ -359,6 +359,7 @@ class ORTTrainer:
         return outputs[0] if len(outputs) == 1 else outputs
 
     def _step(self, plan: Plan, batch: Batch, learning_rate: float, scale: float | None) -> list[torch.Tensor]:
+        """Runs a step, and updates the counters and the loss scaler of this class."""
         loop, info, scaler = self._trainer.loop, self._trainer.train_step_info, self._trainer.loss_scaler
         before = info.optimization_step
         if scale is not None and scaler is not None:
@@ -481,8 +482,8 @@ def load_checkpoint(
 def _own_state(trainer: ORTTrainer) -> dict[str, Any]:
     """Returns the state of the older trainer that the current one does not have."""
     scaler = trainer.loss_scaler_
-    known = {key: getattr(scaler, name, None) for key, name in _OF_SCALER.items()}
-    state = None if scaler is None else {key: value for key, value in known.items() if value is not None}
+    attributes = {key: getattr(scaler, name, None) for key, name in _OF_SCALER.items()}
+    state = None if scaler is None else {key: value for key, value in attributes.items() if value is not None}
     return {"global_step": trainer.global_step_, "loss_scaler": state}
 
 
@@ -495,9 +496,9 @@ def _restore_own_state(trainer: ORTTrainer, state: Any) -> None:
         trainer.global_step_ = step
     else:
         kept.append(f"global_step_ stays {trainer.global_step_}")
-    own = {key: name for key, name in _OF_SCALER.items() if hasattr(scaler, name)}
-    if scaler is not None and isinstance(saved, Mapping) and saved.keys() >= own.keys():
-        for key, name in own.items():
+    attributes = {key: name for key, name in _OF_SCALER.items() if hasattr(scaler, name)}
+    if scaler is not None and isinstance(saved, Mapping) and saved.keys() >= attributes.keys():
+        for key, name in attributes.items():
             setattr(scaler, name, type(getattr(scaler, name))(saved[key]))
     elif scaler is not None:
         kept.append(f"loss_scaler_ keeps the scale {scaler.loss_scale_}")
@@ -540,11 +541,11 @@ def _arguments_of(model: Any, description: ModelDescription, has_loss: bool) -> 
     names = [entry.name_ for entry in description.inputs_]
     names = names[:-1] if has_loss else names
     parameters = signature_of(model.forward).parameters.values()
-    own = [parameter.name for parameter in parameters]
+    arguments = [parameter.name for parameter in parameters]
     plain = all(parameter.kind is parameter.POSITIONAL_OR_KEYWORD for parameter in parameters)
-    if not plain or len(own) != len(names) or set(names) <= set(own):
+    if not plain or len(arguments) != len(names) or set(names) <= set(arguments):
         return {}
-    return dict(zip(names, own, strict=True))
+    return dict(zip(names, arguments, strict=True))
 
 
 def _check_arguments(
@@ -595,13 +596,13 @@ def _optimizer_config(
         raise ValueError(f"training_optimizer_name must be one of {list(CONFIGS)}, but {name!r} was given")
     groups: dict[tuple[tuple[str, float], ...], list[str]] = {}
     for parameter in parameters:
-        given = None if attributes_of is None else attributes_of(parameter)
-        if not isinstance(given, Mapping | None):
+        returned = None if attributes_of is None else attributes_of(parameter)
+        if not isinstance(returned, Mapping | None):
             raise TypeError(
                 f"map_optimizer_attributes must return a dict of hyper-parameters or None, but for {parameter!r} it "
-                f"returned {shown(given)}"
+                f"returned {shown(returned)}"
             )
-        attributes = dict(given or {})
+        attributes = dict(returned or {})
         if "do_bias_correction" in attributes:
             attributes["do_bias_correction"] = bool(attributes["do_bias_correction"])
         if attributes:

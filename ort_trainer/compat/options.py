@@ -1,6 +1,6 @@
-"""What old scripts configure a trainer with: ``ORTTrainerOptions`` and optimizer configs, and the errors of legacy.
+"""The settings of old scripts, ``ORTTrainerOptions`` and optimizer configs, and the error classes of legacy.
 
-Only here it is decided what old scripts may do that others may not: see :meth:`ORTTrainerOptions.tolerates`.
+This module alone decides what old scripts may do that others may not: see :meth:`ORTTrainerOptions.tolerates`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _NEW = (
     *(f"debug.{key}" for key in ("check_indices", "max_nonfinite_losses", "verify_every")),
 )
 _LEGACY_OPSET = 14
-# Without effect, but they describe what happens anyway: a script that asks for them gets it.
+# Options that are refused as without effect, but ask for what happens anyway: no warning is needed.
 _HAPPENS_ANYWAY = re.compile(
     r"distributed\.allreduce_post_accumulation:|utils\.run_symbolic_shape_infer:"
     r"|graph_transformer\.propagate_cast_ops_config\.strategy:.*'NONE'"
@@ -113,7 +113,7 @@ class ORTTrainerOptions(ort_trainer.ORTTrainerOptions):
 
     Args:
         options: The settings.
-        _validate: Of legacy's internal use. The settings are validated in any case.
+        _validate: Legacy's own code passed it. The settings are validated in any case.
 
     Raises:
         TypeError: If ``options`` is not a mapping.
@@ -140,9 +140,9 @@ class ORTTrainerOptions(ort_trainer.ORTTrainerOptions):
             vars(self._internal_use)["onnx_opset_version"] = _LEGACY_OPSET
         casts = vars(self.graph_transformer.propagate_cast_ops_config)
         casts["strategy"] = None if casts["strategy"] is None else _StrategyName(casts["strategy"])
-        for other, own in SPELLINGS.items():
-            *sections, key = other.split(".")
-            vars(reduce(getattr, sections, self))[key] = reduce(getattr, own.split("."), self)
+        for spelling, path in SPELLINGS.items():
+            *sections, key = spelling.split(".")
+            vars(reduce(getattr, sections, self))[key] = reduce(getattr, path.split("."), self)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self._original_opts,)
@@ -186,14 +186,16 @@ class raising(ContextDecorator):
     def __enter__(self) -> None: ...
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: TracebackType | None) -> None:
-        for found, legacy in self._kinds:
-            own = type(error).__module__ == "builtins"  # other classes may take other arguments
-            if own and isinstance(error, found) and not isinstance(error, legacy):
+        for raised, legacy in self._kinds:
+            is_builtin = type(error).__module__ == "builtins"  # other classes may take other arguments
+            if is_builtin and isinstance(error, raised) and not isinstance(error, legacy):
                 both = _both(type(error), legacy)
                 raise both(*error.__reduce__()[1]).with_traceback(trace) from error.__cause__  # type: ignore[index]
 
 
 def _both(kind: type[Exception], legacy: type[Exception]) -> type[Exception]:
+    """Returns a class of errors that looks like the first class, and is a subclass of both."""
+
     def reduce(error: Exception) -> Any:
         return kind, kind.__reduce__(error)[1]  # a pickle has the original class, which other processes know
 

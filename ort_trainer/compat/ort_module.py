@@ -20,7 +20,7 @@ from ..step import Step
 
 __all__ = ["DebugOptions", "LogLevel", "ORTModule"]
 
-# Environment variables with an effect here, and those whose effect is what happens anyway, with the value for that.
+# Environment variables with an effect here; then those that ask for what happens anyway, with the values that do so.
 _HONOURED = (
     *("ORTMODULE_LOG_LEVEL", "ORTMODULE_SAVE_ONNX_PATH"),
     *("ORTMODULE_ONNX_OPSET_VERSION", "ORTMODULE_MEMORY_OPT_LEVEL", "ORTMODULE_FALLBACK_POLICY"),
@@ -125,18 +125,21 @@ class _Options(ORTTrainerOptions):
 
 
 def _options(debug: DebugOptions) -> ORTTrainerOptions:
-    given: OptionsDict = {}
+    """Returns the options that the debug options and the environment variables ask for."""
+    options: OptionsDict = {}
     opset = os.environ.get("ORTMODULE_ONNX_OPSET_VERSION")
     if opset is not None:
-        given["_internal_use"] = {"onnx_opset_version": int(opset)}
+        options["_internal_use"] = {"onnx_opset_version": int(opset)}
     if debug.save_onnx or opset is not None:
-        given["utils"] = {"kernels": "onnxruntime"}
+        options["utils"] = {"kernels": "onnxruntime"}
     if os.environ.get("ORTMODULE_MEMORY_OPT_LEVEL", "0") != "0":
-        given["graph_transformer"] = {"transformer_layer_recompute": True}
-    return _Options(given)
+        options["graph_transformer"] = {"transformer_layer_recompute": True}
+    return _Options(options)
 
 
 def _writer(debug: DebugOptions, module: nn.Module) -> Callable[[Step, Sequence[Step]], None]:
+    """Returns a function that writes exported graphs as ONNX files."""
+
     def write(forward: Step, backward: Sequence[Step]) -> None:
         mode = "training" if module.training else "inference"
         files = {"torch_exported": forward, **({"backward": backward[-1]} if backward else {})}

@@ -89,10 +89,10 @@ def install_all() -> None:
     from .. import artifacts
     from .training_api import training_api_names
 
-    found = {name: getattr(artifacts, name) for name in ("LossType", "OptimType", "generate_artifacts")}
+    artifact_names = {name: getattr(artifacts, name) for name in ("LossType", "OptimType", "generate_artifacts")}
     try:
         put_in_place(
-            {**_NAMES, **training_api_names(), "onnxruntime.training.artifacts": found},
+            {**_NAMES, **training_api_names(), "onnxruntime.training.artifacts": artifact_names},
             _MISSING,
         )
         set_name(module_named("onnxruntime.training.orttrainer"), "optim", module_named("onnxruntime.training.optim"))

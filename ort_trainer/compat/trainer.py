@@ -84,14 +84,16 @@ class ORTTrainer(ort_trainer.ORTTrainer):
     @property
     def model_desc(self) -> ModelDescription:
         """The model description; once training or evaluation has begun, its entries also have dtypes."""
-        known, session = super().model_desc, self.session
+        description, session = super().model_desc, self.session
         graphs = [] if session is None else [*session.graphs(True), *session.graphs(False)]
         if not graphs:
-            return known
+            return description
         dtypes = {spec.name: getattr(torch, spec.dtype) for spec in (*graphs[0].inputs, *graphs[0].outputs)}
-        typed: Any = copy.copy(known)
-        typed.inputs = tuple(_Input(e.name, list(e.shape), dtypes.get(e.name)) for e in known.inputs)
-        typed.outputs = tuple(_Output(e.name, list(e.shape), e.is_loss, dtypes.get(e.name)) for e in known.outputs)
+        typed: Any = copy.copy(description)
+        typed.inputs = tuple(_Input(e.name, list(e.shape), dtypes.get(e.name)) for e in description.inputs)
+        typed.outputs = tuple(
+            _Output(e.name, list(e.shape), e.is_loss, dtypes.get(e.name)) for e in description.outputs
+        )
         return typed  # type: ignore[no-any-return]
 
     @property

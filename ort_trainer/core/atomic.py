@@ -62,7 +62,7 @@ def real_path(path: Path) -> Path:
     if not path.is_symlink():
         return path
     with contextlib.suppress(FileNotFoundError):
-        path.stat()  # os.path.realpath neither finds loops, nor links that another user laid in a shared folder
+        path.stat()  # raises for loops, and for links of other users in a shared folder; os.path.realpath does not
     return path.parent.joinpath(os.path.realpath(path))
 
 
@@ -201,14 +201,14 @@ def _replaced(real: Path, like: Path | None) -> Path | None:
 def _keep_access(new: Path, old: Path | None) -> None:
     """Gives a file the owner, the group, the access control list and the mode of another one.
 
-    Where the system does not let this user do so, those who lose access are more than those who gain it: nobody can
-    read the new file who can't read the old one.
+    If the system does not let this user do so, the new file gets a stricter mode: some who can read the old file may
+    not be able to read the new one, but never the other way round.
     """
     if old is None:
         return
-    status, own = old.stat(), new.stat()
+    status, new_status = old.stat(), new.stat()
     mode, acl, same_group = stat.S_IMODE(status.st_mode) & 0o777, _acl(old), True
-    if (status.st_uid, status.st_gid) != (own.st_uid, own.st_gid):
+    if (status.st_uid, status.st_gid) != (new_status.st_uid, new_status.st_gid):
         same_group = _give(new, status.st_uid, status.st_gid) or _give(new, -1, status.st_gid)
     if acl is None and _acl(new) is not None:
         os.removexattr(new, _ACL)  # it came from the folder's default
@@ -273,6 +273,7 @@ def temporary_folder(folder: Path | None = None, name: str = "ort_trainer") -> I
 
 
 def _temporary_name(name: str) -> str:
+    """Returns a new name that :func:`remove_abandoned` recognizes."""
     return f".{name}.{os.urandom(4).hex()}.tmp"
 
 

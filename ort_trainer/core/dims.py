@@ -13,8 +13,8 @@ from .errors import shown
 
 __all__ = ["evaluate", "evaluate_number", "fixed_dimensions", "holds", "symbols_of"]
 
-# Expressions come from files that nobody checked, too: these limits bound what one may cost, and it has the same value
-# in all languages. c/src/expressions.cc and js/src/expressions.ts have the same limits.
+# Expressions also come from untrusted files, so these limits bound the cost of an evaluation. c/src/expressions.cc and
+# js/src/expressions.ts have the same limits, so that an expression has the same value in every language.
 _LONGEST = 10_000
 _MOST_OPERATIONS = 1_000
 _DEEPEST = 100
@@ -23,6 +23,7 @@ _BEYOND = 1 << 63
 
 
 def _power(base: Any, exponent: Any) -> Any:
+    # Checked before the power is computed, which could take all memory.
     if isinstance(base, int) and isinstance(exponent, int) and abs(base) > 1 and exponent > 63:
         raise ValueError(f"{base} ** {exponent} is too large for a size")
     return base**exponent
@@ -77,6 +78,7 @@ def _parse(expression: str) -> ast.expr:
 
 
 def _check(expression: ast.expr) -> None:
+    """Raises a ValueError if an expression is not arithmetic over dimensions, or exceeds the limits."""
     pending, operations = [(expression, 0)], 0
     while pending:
         node, depth = pending.pop()
@@ -115,6 +117,7 @@ def _operands(node: ast.expr) -> list[ast.expr]:
 
 
 def _called(call: ast.Call) -> str:
+    """Returns the name of the called function, such as ``math.floor``; empty for other expressions."""
     function = call.func
     if isinstance(function, ast.Attribute) and isinstance(function.value, ast.Name):
         return f"{function.value.id}.{function.attr}"
@@ -154,6 +157,7 @@ def holds(condition: int | str, sizes: Mapping[str, int]) -> bool:
 
 
 def _number(expression: str, sizes: Mapping[str, int]) -> float:
+    """Returns the value of an expression; a division by zero raises a ZeroDivisionError."""
     parsed = _parse(expression)
     try:
         return _evaluate(parsed, sizes)  # type: ignore[no-any-return]
@@ -176,6 +180,7 @@ def symbols_of(expression: int | str) -> set[str]:
 
 
 def _symbol(call: ast.Call) -> str:
+    """Returns the name of the symbol in a call of ``dim``."""
     argument = call.args[0] if len(call.args) == 1 else None
     if not isinstance(argument, ast.Constant) or not isinstance(argument.value, str):
         raise ValueError(f"a symbol must be written as dim('name'), not as {shown(ast.unparse(call))}")
@@ -186,7 +191,7 @@ def _evaluate(node: ast.expr, sizes: Mapping[str, int]) -> Any:
     if isinstance(node, ast.Constant):
         return node.value
     if isinstance(node, ast.BinOp):
-        chain = []
+        chain = []  # a loop, because a long sum would exceed Python's recursion limit
         while isinstance(node, ast.BinOp):
             chain.append(node)
             node = node.left

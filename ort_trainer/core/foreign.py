@@ -7,7 +7,7 @@ from .errors import CheckpointError
 __all__ = ["UPSTREAM", "UPSTREAM_MARK", "is_hdf5", "is_upstream_checkpoint", "refuse_upstream_checkpoint"]
 
 UPSTREAM = "onnxruntime-training"
-"""The export of all of upstream's artifacts, which say nothing about where they come from."""
+"""The name of the export in the state of all upstream artifacts, which do not identify their export."""
 UPSTREAM_MARK = b"ODTC"
 """Bytes 4 to 7 of such a file."""
 _HDF5 = b"\x89HDF\r\n\x1a\n"

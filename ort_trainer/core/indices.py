@@ -15,7 +15,7 @@ from .dims import evaluate
 __all__ = ["STEPS", "IndexRange", "check_indices"]
 
 Array = np.ndarray[Any, Any]
-# Steps come from files, too: no more elements than this are derived from an input, to find out whether one is used.
+# Steps also come from untrusted files, so this limits how many elements they may derive from an input.
 _MOST_ELEMENTS = 1 << 26
 Steps = tuple[tuple[str, tuple[Any, ...]], ...]
 
@@ -51,6 +51,7 @@ class IndexRange(NamedTuple):
 
 
 def _frozen(value: Any) -> Any:
+    """Returns a JSON value with tuples in place of lists."""
     return tuple(map(_frozen, value)) if isinstance(value, list) else value
 
 
@@ -72,27 +73,27 @@ def check_indices(
     Raises:
         IndexError: If a value is out of range.
     """
-    known: dict[tuple[str, int | None], tuple[int, int]] = {}
+    extremes: dict[tuple[str, int | None], tuple[int, int]] = {}
     for entry, size in ranges:
         key = (entry.input, entry.ignored)
-        if key not in known:
-            known[key] = find_extremes(*key) if find_extremes else _extremes(array(entry.input), entry.ignored)
-        lowest, highest = known[key]
+        if key not in extremes:
+            extremes[key] = find_extremes(*key) if find_extremes else _extremes(array(entry.input), entry.ignored)
+        lowest, highest = extremes[key]
         if lowest < (-size if entry.from_end else 0) or highest >= size:
             _look_closer(entry, size, array(entry.input), sizes())
 
 
 def _extremes(values: Array, ignored: int | None) -> tuple[int, int]:
     """Returns the lowest and the highest value, with 0 in place of ignored ones."""
-    found = int(values.min()), int(values.max())
-    if ignored is not None and ignored in found:
+    extremes = int(values.min()), int(values.max())
+    if ignored is not None and ignored in extremes:
         values = np.where(values == ignored, 0, values)
-        found = int(values.min()), int(values.max())
-    return found
+        extremes = int(values.min()), int(values.max())
+    return extremes
 
 
 def _look_closer(entry: IndexRange, size: int, values: Array, sizes: Mapping[str, int]) -> None:
-    """Raises if a value is out of range, not ignored, and used by the operator."""
+    """Raises an IndexError if a value is out of range, not ignored, and used by the operator."""
     wrong = (values < (-size if entry.from_end else 0)) | (values >= size)
     if entry.ignored is not None:
         wrong &= values != entry.ignored
@@ -105,20 +106,21 @@ def _look_closer(entry: IndexRange, size: int, values: Array, sizes: Mapping[str
         if places.size > _MOST_ELEMENTS:
             raise ValueError(_too_many(name, places.size))
     places = places[places >= 0].reshape(-1)
-    found = places[wrong.reshape(-1)[places]]
-    if not len(found):
+    invalid = places[wrong.reshape(-1)[places]]
+    if not len(invalid):
         return
-    place = [int(number) for number in np.unravel_index(found[0], values.shape)]
-    others = f" (and {len(found) - 1} more out of range)" if len(found) > 1 else ""
+    place = [int(number) for number in np.unravel_index(invalid[0], values.shape)]
+    others = f" (and {len(invalid) - 1} more out of range)" if len(invalid) > 1 else ""
     ignored = "" if entry.ignored is None else f", or {entry.ignored} (ignored)"
     raise IndexError(
-        f"input {entry.input!r} has the value {int(values.flat[found[0]])} at {place}{others}, but {entry.operator} "
+        f"input {entry.input!r} has the value {int(values.flat[invalid[0]])} at {place}{others}, but {entry.operator} "
         f"uses it as an index, which must be from {-size if entry.from_end else 0} to {size - 1}{ignored}"
         f"{'; ' if entry.source else ''}{entry.source}"
     )
 
 
 def _too_many(step: str, count: int) -> str:
+    """Returns the message for a step that derives too many elements."""
     return (
         f"the step {step!r} of an index range makes {count} elements, and at most {_MOST_ELEMENTS} are looked at: the "
         "model is damaged, or debug.check_indices must be off for it"
@@ -139,8 +141,8 @@ def _evaluated(arguments: Sequence[Any], sizes: Mapping[str, int]) -> list[Any]:
 
 def _expand(values: Array, shape: Sequence[int], implicit: bool = False) -> Array:
     # ``implicit`` is PyTorch's mark of an expand() that the user did not write; it has no effect.
-    behind = (1,) * (len(shape) - values.ndim) + values.shape
-    return np.broadcast_to(values, [old if new == -1 else new for old, new in zip(behind, shape, strict=True)])
+    old_shape = (1,) * (len(shape) - values.ndim) + values.shape
+    return np.broadcast_to(values, [old if new == -1 else new for old, new in zip(old_shape, shape, strict=True)])
 
 
 def _flatten(values: Array, start: int = 0, end: int = -1) -> Array:
@@ -151,13 +153,13 @@ def _flatten(values: Array, start: int = 0, end: int = -1) -> Array:
 
 def _pad(values: Array, pad: Sequence[int], value: int) -> Array:
     for number, amount in enumerate(pad):  # last dimension first, each with its start and its end
-        axis, behind = values.ndim - 1 - number // 2, number % 2
+        axis, at_end = values.ndim - 1 - number // 2, number % 2
         if amount < 0:
-            cut = slice(None, amount) if behind else slice(-amount, None)
+            cut = slice(None, amount) if at_end else slice(-amount, None)
             values = values[(slice(None),) * axis + (cut,)]
         else:
             widths = [(0, 0)] * values.ndim
-            widths[axis] = (0, amount) if behind else (amount, 0)
+            widths[axis] = (0, amount) if at_end else (amount, 0)
             count = values.size // max(values.shape[axis], 1) * (values.shape[axis] + amount)
             if count > _MOST_ELEMENTS:
                 raise ValueError(_too_many("constant_pad_nd", count))

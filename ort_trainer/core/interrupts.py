@@ -90,6 +90,7 @@ class uninterrupted:
 
 
 def _deliver(waiting: Sequence[tuple[int, FrameType | None]], handlers: Mapping[int, Any]) -> None:
+    """Runs the handlers of signals that have waited, in the order of their arrival."""
     if waiting:
         (number, frame), *others = waiting
         try:

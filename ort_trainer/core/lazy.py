@@ -21,9 +21,9 @@ def lazily(package: str, places: Mapping[str, str]) -> tuple[Callable[[str], Any
     def __getattr__(name: str) -> Any:
         if name not in places:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        found = getattr(importlib.import_module(f".{places[name]}", package), name)
-        setattr(sys.modules[package], name, found)
-        return found
+        value = getattr(importlib.import_module(f".{places[name]}", package), name)
+        setattr(sys.modules[package], name, value)
+        return value
 
     def __dir__() -> list[str]:
         return sorted({*vars(sys.modules[package]), *places})

@@ -147,6 +147,7 @@ def write(file: BinaryIO, tensors: Mapping[str, Stored], metadata: Mapping[str, 
 
 
 def _size(name: str, dtype: str) -> int:
+    """Returns the bytes per element of a dtype."""
     if dtype not in _CODES:
         raise TypeError(f"{name} is a tensor of dtype {dtype}, which a checkpoint can't hold: convert it first")
     return _SIZES[_CODES[dtype]]
@@ -155,9 +156,9 @@ def _size(name: str, dtype: str) -> int:
 def _header(
     names: Iterable[str], tensors: Mapping[str, Stored], metadata: Mapping[str, str], checksums: Mapping[str, str]
 ) -> bytes:
-    """Returns the bytes of a file before the tensors; their number does not depend on the checksums."""
-    own = {"checksums": json.dumps(checksums), "header_checksum": _NO_CHECKSUM}
-    entries: dict[str, Any] = {"__metadata__": {**metadata, **own}}
+    """Returns the bytes of a file before the tensors, padded to a multiple of 8, whatever the checksums are."""
+    checksum_entries = {"checksums": json.dumps(checksums), "header_checksum": _NO_CHECKSUM}
+    entries: dict[str, Any] = {"__metadata__": {**metadata, **checksum_entries}}
     end = 0
     for name in names:
         dtype, shape, data = tensors[name]
@@ -200,44 +201,45 @@ def _read_header(file: BinaryIO) -> Header:
         raise ValueError(f"it has {size} bytes, and its first 8 are not a valid header length")
     text = file.read(length)
     try:
-        found = json.loads(text.decode(), object_pairs_hook=_once)
+        header = json.loads(text.decode(), object_pairs_hook=_once)
     except ValueError as error:
         raise ValueError(f"its header can't be read: {error}") from error
-    metadata = found.pop("__metadata__", {}) if isinstance(found, dict) else None
+    metadata = header.pop("__metadata__", {}) if isinstance(header, dict) else None
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise ValueError("its header is not that of a safetensors file")
-    checksums = _read_checksums(metadata, prefix + text, found)
-    tensors = {key: _entry(key, value, 8 + length, checksums) for key, value in found.items()}
+    checksums = _read_checksums(metadata, prefix + text, header)
+    tensors = {key: _entry(key, value, 8 + length, checksums) for key, value in header.items()}
     _check_places(tensors, 8 + length, size)
     return Header(metadata, tensors, checksums is not None)
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    """Returns the dict of a JSON object whose names are unique; ``json.loads`` alone would keep the last duplicate."""
+    entries = dict(pairs)
+    if len(entries) < len(pairs):
         raise ValueError("it contains a duplicate name")
-    return found
+    return entries
 
 
 def _read_checksums(metadata: dict[str, str], header: bytes, tensors: Mapping[str, Any]) -> dict[str, str] | None:
     """Removes the checksums from the metadata, checks the header's, and returns the tensors'; None without any."""
-    own, others = metadata.pop("header_checksum", None), metadata.pop("checksums", None)
-    if own is None and others is None:
+    header_checksum, tensor_checksums = metadata.pop("header_checksum", None), metadata.pop("checksums", None)
+    if header_checksum is None and tensor_checksums is None:
         return None
-    blank = header.replace(_MARK + str(own).encode(errors="replace"), _MARK + _NO_CHECKSUM.encode())
-    if own is None or others is None or own != xxhash.xxh3_64_hexdigest(blank):
+    blank = header.replace(_MARK + str(header_checksum).encode(errors="replace"), _MARK + _NO_CHECKSUM.encode())
+    if header_checksum is None or tensor_checksums is None or header_checksum != xxhash.xxh3_64_hexdigest(blank):
         raise ValueError("its header does not match its checksum")
-    checksums = json.loads(others, object_pairs_hook=_once)
+    checksums = json.loads(tensor_checksums, object_pairs_hook=_once)
     if not isinstance(checksums, dict) or checksums.keys() != tensors.keys():
         raise ValueError("its checksums are not those of its tensors")
     return checksums
 
 
-def _entry(name: str, found: Any, begin: int, checksums: Mapping[str, Any] | None) -> Entry:
+def _entry(name: str, entry: Any, begin: int, checksums: Mapping[str, Any] | None) -> Entry:
     """Checks the header's entry of a tensor; ``begin`` is the offset of the first tensor in the file."""
-    if not isinstance(found, dict) or found.keys() != {"dtype", "shape", "data_offsets"}:
-        raise ValueError(f"the entry of the tensor {shown(name)} is invalid: {shown(found)}")
-    dtype, shape, offsets = found["dtype"], found["shape"], found["data_offsets"]
+    if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
+        raise ValueError(f"the entry of the tensor {shown(name)} is invalid: {shown(entry)}")
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPES:
         raise ValueError(f"the tensor {shown(name)} has the unknown dtype {shown(dtype)}")
     if not _are_counts(shape) or len(shape) > 64:
@@ -245,7 +247,7 @@ def _entry(name: str, found: Any, begin: int, checksums: Mapping[str, Any] | Non
     if not _are_counts(offsets) or len(offsets) != 2:
         raise ValueError(f"the tensor {shown(name)} has the invalid offsets {shown(offsets)}")
     start, end = offsets
-    # The other sizes of an empty tensor may be too large, too.
+    # Without the zeros, because the other sizes of an empty tensor may be too large, too.
     if math.prod(max(size, 1) for size in shape) * _SIZES[dtype] > _LARGEST:
         raise ValueError(f"the tensor {shown(name)} has the invalid shape {shown(shape)}")
     if end - start != math.prod(shape) * _SIZES[dtype]:
@@ -323,7 +325,7 @@ def damaged_tensors(file: BinaryIO, header: Header, name: str, tensors: Iterable
     """
     if not header.sealed:
         return []
-    found = {}
+    checksums = {}
     for tensor in header.tensors if tensors is None else tensors:
         entry = header.tensors[tensor]
         checksum = xxhash.xxh3_64()
@@ -332,8 +334,8 @@ def damaged_tensors(file: BinaryIO, header: Header, name: str, tensors: Iterable
             piece = memoryview(bytearray(min(_PIECE, entry.end - start)))
             _fill(file, piece, name)
             checksum.update(piece)
-        found[tensor] = checksum.hexdigest()
-    return _different(header, found)
+        checksums[tensor] = checksum.hexdigest()
+    return _different(header, checksums)
 
 
 def read_tensors(file: BinaryIO, header: Header, name: str, tensors: Iterable[str]) -> dict[str, Array]:
@@ -351,31 +353,34 @@ def read_tensors(file: BinaryIO, header: Header, name: str, tensors: Iterable[st
     Raises:
         CheckpointError: If the file is damaged; the message names the tensors.
     """
-    found, checksums = {}, {}
+    arrays, checksums = {}, {}
     for tensor in tensors:
         entry = header.tensors[tensor]
-        found[tensor] = np.empty(entry.end - entry.start, np.uint8)
+        arrays[tensor] = np.empty(entry.end - entry.start, np.uint8)
         checksum = xxhash.xxh3_64()
         file.seek(entry.start)
-        for piece in _pieces(found[tensor]):
+        for piece in _pieces(arrays[tensor]):
             _fill(file, piece, name)
             checksum.update(piece)
         checksums[tensor] = checksum.hexdigest()
     if header.sealed:
         _refuse(_different(header, checksums), name)
-    return found
+    return arrays
 
 
 def _fill(file: BinaryIO, piece: memoryview, name: str) -> None:
+    """Reads the next bytes of a file into memory."""
     if file.readinto(piece) != len(piece):  # type: ignore[attr-defined]
         raise CheckpointError(f"{name} is damaged: it became shorter while it was read")
 
 
-def _different(header: Header, found: Mapping[str, str]) -> list[str]:
-    return [tensor for tensor, checksum in found.items() if checksum != header.tensors[tensor].checksum]
+def _different(header: Header, checksums: Mapping[str, str]) -> list[str]:
+    """Returns the names of the tensors whose checksums differ from those in the header."""
+    return [tensor for tensor, checksum in checksums.items() if checksum != header.tensors[tensor].checksum]
 
 
 def _refuse(damaged: list[str], name: str) -> None:
+    """Raises a CheckpointError if any tensors are damaged."""
     if damaged:
         raise CheckpointError(
             f"{name} is damaged: {shown(damaged)} {'does' if len(damaged) == 1 else 'do'} not match the stored "

@@ -28,7 +28,7 @@ def turns() -> Any:
 
 
 def _free_in_child() -> None:
-    """Frees the locks that threads held which the child does not have."""
+    """Frees the locks held by threads of the parent, which the child does not have."""
     for lock in _LOCKS:
         if lock.acquire(blocking=False):
             lock.release()
@@ -71,13 +71,18 @@ class OneThread:
         self._inside.pop("thread", None)
 
     def _replace(self, thread: int) -> None:
-        """Takes the place of a thread that is gone: interrupted between two instructions, or not in a forked child."""
+        """Takes over from a thread that never left: it was interrupted before it could, or the process was forked.
+
+        Raises:
+            RuntimeError: If that thread is still in a call.
+        """
         with _REPLACING:
             other = self._inside.setdefault("thread", thread)
+            # A thread with this package on its stack is still in a call.
             frame = sys._current_frames().get(other)
             while other != thread and frame is not None:
                 if frame.f_code.co_filename.startswith(PACKAGE):
-                    names = [known.name for known in threading.enumerate() if known.ident == other]
+                    names = [running.name for running in threading.enumerate() if running.ident == other]
                     raise RuntimeError(
                         f"{self._what} is in use by another thread, {', '.join(map(repr, names)) or other}: only one "
                         "thread at a time may call it. Nothing has changed. Let the threads wait for each other, with "

@@ -36,7 +36,7 @@ def check_traits(processes: Processes, traits: Mapping[str, Any]) -> None:
     """
     rows = processes.exchange("the start of the other processes", [checksum(value) for value in traits.values()])
     columns = [{number for number in column if number} for column in zip(*rows, strict=True)]
-    different = [name for name, found in zip(traits, columns, strict=True) if len(found) > 1]
+    different = [name for name, checksums in zip(traits, columns, strict=True) if len(checksums) > 1]
     if different:
         raise_difference(processes, {name: traits[name] for name in different})
 
@@ -48,10 +48,12 @@ def raise_difference(processes: Processes, traits: Mapping[str, Any]) -> NoRetur
         processes: The processes that train.
         traits: As for :func:`check_traits`.
     """
-    found = [json.loads(data) for data in processes.gather("what differs", json.dumps(traits).encode())]
+    values_by_rank = [json.loads(data) for data in processes.gather("what differs", json.dumps(traits).encode())]
     messages: list[str] = []
     for name in traits:
-        by_rank = {rank: dict(_leaves(values[name])) for rank, values in enumerate(found) if values[name] is not None}
+        by_rank = {
+            rank: dict(_leaves(values[name])) for rank, values in enumerate(values_by_rank) if values[name] is not None
+        }
         paths = list(dict.fromkeys(path for leaves in by_rank.values() for path in leaves))
         texts = {
             path: _difference({rank: leaves.get(path, _MISSING) for rank, leaves in by_rank.items()}) for path in paths
@@ -137,13 +139,15 @@ def number_of(kind: str) -> float:
     return float(_NAMES.index(kind))
 
 
-def check_rows(processes: Processes, rows: Sequence[Row], own: Row, rates: Sequence[float], names: list[str]) -> None:
+def check_rows(
+    processes: Processes, rows: Sequence[Row], own_row: Row, rates: Sequence[float], names: list[str]
+) -> None:
     """Checks that all processes that do not follow perform the same operation with the same settings.
 
     Args:
         processes: The processes that train.
         rows: The rows of all processes.
-        own: The row of this process.
+        own_row: The row of this process.
         rates: The learning rates of this process.
         names: The names of its gradients and changed buffers.
 
@@ -155,9 +159,9 @@ def check_rows(processes: Processes, rows: Sequence[Row], own: Row, rates: Seque
         does = ", ".join(f"rank {rank} is {KINDS[row.kind]}" for rank, row in doing.items())
         raise DistributedError(f"the processes do different things at the same time: {does}. {ADVICE}")
     if len({row.rates for row in doing.values()}) > 1:
-        raise_difference(processes, {"the learning rates": None if own.kind == FOLLOW else list(rates)})
+        raise_difference(processes, {"the learning rates": None if own_row.kind == FOLLOW else list(rates)})
     scales = {rank: row.scale for rank, row in enumerate(rows) if row.weight}
     if len(set(scales.values())) > 1:
         raise DistributedError(f"the processes have different loss scales: {scales}, by rank")
-    if own.kind == "step" and len({row.names for row in doing.values()}) > 1:
+    if own_row.kind == "step" and len({row.names for row in doing.values()}) > 1:
         raise_difference(processes, {"the parameters that have p.grad": dict.fromkeys(names, "there")})

@@ -87,6 +87,7 @@ class Buckets:
         return Bucket(flat, offsets, views)
 
     def _flat(self, size: int, like: torch.Tensor) -> torch.Tensor:
+        """Returns zeros for a bucket, from the shared memory if there is any."""
         if self._memory is None:
             return torch.zeros(size, dtype=like.dtype, device=like.device)
         begin, self._used = self._used, _aligned(self._used + size * like.element_size())
@@ -111,12 +112,12 @@ def grouped(tensors: Named, limit: int) -> Iterator[list[str]]:
     for name, tensor in tensors.items():
         kinds.setdefault((tensor.dtype, tensor.device), []).append(name)
     for names in kinds.values():
-        found: list[str] = []
+        group: list[str] = []
         filled = 0
         for name in names:
-            if found and filled + tensors[name].nbytes > limit:
-                yield found
-                found, filled = [], 0
-            found.append(name)
+            if group and filled + tensors[name].nbytes > limit:
+                yield group
+                group, filled = [], 0
+            group.append(name)
             filled += tensors[name].nbytes
-        yield found
+        yield group

@@ -19,7 +19,7 @@ from .agreement import FOLLOW, KINDS, Row, check_rows, check_traits, checksum, n
 from .buckets import Buckets, grouped, room_for
 from .neighbours import SharedMemory
 from .processes import Processes
-from .reduction import Reduction
+from .reduction import WHAT, Reduction
 
 __all__ = ["DataParallel"]
 
@@ -70,10 +70,10 @@ class DataParallel(Strategy):
         """Keeps the dtypes."""
         self._dtypes = dtypes
 
-    def meet(self, own: Arrival) -> Meeting:
+    def meet(self, arrival: Arrival) -> Meeting:
         """Exchanges one row of numbers, and more if the processes differ."""
-        kind, share, rates, _, changed, step = own
-        present: Collection[str] = own.gradients
+        kind, share, rates, _, changed, step = arrival
+        present: Collection[str] = arrival.gradients
         if kind != FOLLOW and self._joining is not None:
             self._joining.notify()
         names, what = sorted((*present, *changed)), f"the others {KINDS[kind]}"
@@ -89,8 +89,8 @@ class DataParallel(Strategy):
         if kind in ("update", "step", "pass") and not all(row.compared for row in rows):
             self._compare_start()
         if len({row.names for row in rows}) > 1:
-            found = self._united(what, names)
-            present, changed = found & self.buckets.views.keys(), found - self.buckets.views.keys()
+            union = self._united(what, names)
+            present, changed = union & self.buckets.views.keys(), union - self.buckets.views.keys()
         if rate_count and any(row.kind == FOLLOW for row in rows):
             sent = torch.zeros(rate_count, dtype=torch.float64)
             if self.world_rank == doer:
@@ -98,7 +98,7 @@ class DataParallel(Strategy):
             self.processes.broadcast(what, sent, doer)
             rates = sent.tolist()
         shares = [Share(row.weight, row.unit, row.scale) for row in rows]
-        return Meeting(own, kind, shares, rates, present, changed, int(max(row.step for row in rows)), doer)
+        return Meeting(arrival, kind, shares, rates, present, changed, int(max(row.step for row in rows)), doer)
 
     def reduce(self, meeting: Meeting) -> tuple[dict[str, torch.Tensor], Share]:
         """Reduces the buckets."""
@@ -121,7 +121,7 @@ class DataParallel(Strategy):
         """Sums copies of the buckets, one at a time, independently of the reduction for updates."""
         gradients = meeting.own.gradients
         share, unit = meeting.shares[self.world_rank], meeting.shares[meeting.leader].unit
-        found: dict[str, torch.Tensor] = {}
+        sums: dict[str, torch.Tensor] = {}
         for bucket in self.buckets if meeting.weight else ():
             names = [name for name in bucket.views if name in meeting.present]
             if not names:
@@ -129,9 +129,9 @@ class DataParallel(Strategy):
             flat = torch.zeros_like(bucket.flat)
             for name in gradients.keys() & names:
                 torch.mul(gradients[name], share.unit / unit, out=bucket.view_in(flat, name))
-            self.processes.all_reduce("the gradients of the other processes", flat)
-            found |= {name: bucket.view_in(flat, name).to("cpu", copy=True) for name in (names if keep else ())}
-        return found
+            self.processes.all_reduce(WHAT, flat)
+            sums |= {name: bucket.view_in(flat, name).to("cpu", copy=True) for name in (names if keep else ())}
+        return sums
 
     def whole(self, parts: Named, keep: bool = True) -> dict[str, torch.Tensor]:
         """Returns the parts, because each process has complete tensors."""
@@ -169,7 +169,7 @@ class DataParallel(Strategy):
         self, meeting: Meeting, gradients: Named, scatter: bool = False
     ) -> tuple[dict[str, torch.Tensor], Share]:
         """Reduces the buckets; see :meth:`reduce`, and ``Reduction`` for ``scatter``."""
-        share = self._gather(meeting, gradients)
+        share = self._prepare(meeting, gradients)
         self.reduction.reduce([bucket for bucket in self.buckets if bucket.views.keys() & meeting.present], scatter)
         return {name: view for name, view in self.buckets.views.items() if name in meeting.present}, share
 
@@ -183,26 +183,27 @@ class DataParallel(Strategy):
         if self._shared is not None:
             self.buckets.see(self.processes.share("the memory of the others", self._shared))
 
-    def _gather(self, meeting: Meeting, gradients: Named) -> Share:
+    def _prepare(self, meeting: Meeting, gradients: Named) -> Share:
         """Prepares the buckets for the reduction; returns the share that the result represents."""
         share, leading = meeting.shares[self.world_rank], meeting.shares[meeting.leader]
         absent = [view for name, view in self.buckets.views.items() if name not in gradients]
         if absent:
             torch._foreach_zero_(absent)
+        # Micro-batches with the weights w and the gradients g have left sum(w g) / unit in the bucket.
         if self.reduction.of_means:
-            factor, counts = share.unit / share.weight if share.weight else 0.0, Share(1.0, 1.0, leading.scale)
+            factor, result = share.unit / share.weight if share.weight else 0.0, Share(1.0, 1.0, leading.scale)
         else:
-            factor, counts = share.unit / leading.unit, Share(meeting.weight, leading.unit, leading.scale)
+            factor, result = share.unit / leading.unit, Share(meeting.weight, leading.unit, leading.scale)
         if gradients and factor != 1.0:
             torch._foreach_mul_(list(gradients.values()), factor)
-        return counts
+        return result
 
     def _united(self, what: str, names: Collection[str]) -> set[str]:
         """Returns the union of the names of all processes, of parameters and buffers."""
-        own = set(names)
-        mask = torch.tensor([name in own for name in self._names], dtype=torch.uint8)
+        local = set(names)
+        mask = torch.tensor([name in local for name in self._names], dtype=torch.uint8)
         self.processes.all_reduce(what, mask, dist.ReduceOp.MAX)
-        return {name for name, found in zip(self._names, mask.tolist(), strict=True) if found}
+        return {name for name, is_present in zip(self._names, mask.tolist(), strict=True) if is_present}
 
     def _broadcast(self, what: str, tensors: Named, source: int) -> None:
         """Sends the tensors of one process to all, many at a time."""
@@ -226,6 +227,8 @@ class _Raised(Exception):
 
 
 class _Hook(JoinHook):
+    """Makes a process without data left take part in the operations of the others."""
+
     def __init__(self, follow: Callable[[], Any]) -> None:
         self._follow = follow
 

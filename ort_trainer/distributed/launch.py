@@ -1,4 +1,4 @@
-"""Makes a training loop for this process; who trains with it, the options, process group and environment say."""
+"""Creates the training loop of this process, and finds the others by the options, process group and environment."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ _FOR_SEVERAL = ("deepspeed_zero_optimization.stage", "enable_adasum", "timeout",
 _GROUP, _ENVIRONMENT = "the process group", "the launcher's environment"
 _LAUNCH = (
     "start the script with `torchrun --nproc-per-node {} script.py`, or call torch.distributed.init_process_group "
-    "before the trainer is made"
+    "before the trainer is created"
 )
 # The default groups joined here. All use one store, which keeps the addresses of previous groups.
 _joined: list[Any] = []
@@ -89,8 +89,8 @@ class Place:
         """Returns options that show the place; for a single process, the options unchanged."""
         if self.size == 1:
             return options
-        found = {"world_rank": self.rank, "world_size": self.size, "data_parallel_size": self.size}
-        return options.showing({"distributed": {**found, "local_rank": self.local_rank or 0}})
+        ranks = {"world_rank": self.rank, "world_size": self.size, "data_parallel_size": self.size}
+        return options.showing({"distributed": {**ranks, "local_rank": self.local_rank or 0}})
 
 
 @outside_inference_mode
@@ -142,19 +142,19 @@ def find_place(options: ORTTrainerOptions) -> Place:
     Raises:
         ValueError: If they do not match, or if a launcher's environment variables are incomplete or invalid.
     """
-    place, given = _found(), options.distributed
-    for key, value, found in (
-        ("world_size", given.world_size, place.size),
-        ("world_rank", given.world_rank, place.rank),
-        ("local_rank", given.local_rank, place.local_rank if place.source else 0),
-        ("data_parallel_size", given.data_parallel_size, place.size),
+    place, distributed = _actual_place(), options.distributed
+    for key, value, actual in (
+        ("world_size", distributed.world_size, place.size),
+        ("world_rank", distributed.world_rank, place.rank),
+        ("local_rank", distributed.local_rank, place.local_rank if place.source else 0),
+        ("data_parallel_size", distributed.data_parallel_size, place.size),
     ):
-        if options.is_given(f"distributed.{key}") and found is not None and value != found:
-            _disagree(key, value, found, place)
+        if options.is_given(f"distributed.{key}") and actual is not None and value != actual:
+            _disagree(key, value, actual, place)
     local_rank = place.local_rank
     if local_rank is None and place.source and options.is_given("distributed.local_rank"):
-        local_rank = given.local_rank
-    if given.enable_adasum and place.size & (place.size - 1):
+        local_rank = distributed.local_rank
+    if distributed.enable_adasum and place.size & (place.size - 1):
         raise ValueError(
             "distributed.enable_adasum: Adasum combines processes in pairs, so their number must be a power of two, "
             f"but it is {place.size}"
@@ -199,7 +199,7 @@ def _choose_strategy(options: ORTTrainerOptions, device: torch.device, place: Pl
     return strategy(processes, int(distributed.bucket_cap_mb * 2**20), reduction)
 
 
-def _found() -> Place:
+def _actual_place() -> Place:
     """Returns the place, ignoring the options."""
     names = _launcher()
     if dist.is_available() and dist.is_initialized():
@@ -239,8 +239,8 @@ def _number(name: str, least: int = 0) -> int | None:
     return int(text)
 
 
-def _disagree(key: str, value: int, found: int, place: Place) -> NoReturn:
-    """Raises a ValueError that shows the value of the option and the actual value."""
+def _disagree(key: str, value: int, actual: int, place: Place) -> NoReturn:
+    """Raises a ValueError for an option that differs from the actual value."""
     if not place.source:
         count = value if key in ("world_size", "data_parallel_size") else "N"
         raise ValueError(
@@ -254,7 +254,7 @@ def _disagree(key: str, value: int, found: int, place: Place) -> NoReturn:
         variable = {"world_rank": names.rank, "local_rank": names.local_rank}.get(key, names.size)
         where = f"the environment variable {variable}"
     raise ValueError(
-        f"distributed.{key} is {value}, but {where} is {found}: leave the option out, or launch the processes to match"
+        f"distributed.{key} is {value}, but {where} is {actual}: leave the option out, or launch the processes to match"
     )
 
 
@@ -276,8 +276,8 @@ def _join(place: Place, device: torch.device, timeout: float) -> None:
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
     try:
         limit = timedelta(seconds=timeout)
-        found = dist.rendezvous("env://", place.rank, place.size, timeout=limit)  # type: ignore[attr-defined]
-        store, rank, size = next(found)
+        rendezvous = dist.rendezvous("env://", place.rank, place.size, timeout=limit)  # type: ignore[attr-defined]
+        store, rank, size = next(rendezvous)
         # When torchrun restarts processes, it keeps the store, with the addresses of processes that have exited.
         start = f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}.{len(_joined)}"
         store = dist.PrefixStore(start, store)  # type: ignore[attr-defined]

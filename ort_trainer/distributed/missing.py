@@ -53,11 +53,11 @@ class Notes:
     def read(self, kind: str) -> dict[int, dict[str, Any]]:
         """Returns the notes of a kind, by rank."""
 
-        def found() -> dict[int, dict[str, Any]]:
+        def notes() -> dict[int, dict[str, Any]]:
             keys = {rank: f"{kind}/{rank}" for rank in range(self.size)}
             return {rank: json.loads(self._store.get(key)) for rank, key in keys.items() if self._store.check([key])}
 
-        return self._ask(found, {})
+        return self._ask(notes, {})
 
     def _ask(self, call: Callable[[], Result], otherwise: Result) -> Result:
         """Returns the result of a call to the store; ``otherwise`` if the store does not answer."""
@@ -120,7 +120,7 @@ def find_missing(notes: Notes, what: str, seconds: float, patience: float, error
 
 
 def _stay(notes: Notes, waited: Collection[int]) -> None:
-    """Keeps rank 0 alive until the others have read the notes, which may be lost with it."""
+    """Keeps rank 0 alive until the others have read the notes, which may end with its process."""
     end = time.monotonic() + _STAY
     while notes.rank == 0 and time.monotonic() < end and not set(waited) <= set(notes.read("seen")):
         time.sleep(0.05)
@@ -129,6 +129,7 @@ def _stay(notes: Notes, waited: Collection[int]) -> None:
 def _reason(
     notes: Notes, waited: Mapping[int, Mapping[str, Any]], raised: Mapping[int, Mapping[str, Any]], error: str
 ) -> str:
+    """Returns what the notes of all processes say: who raised, came too late, left no note, or did something else."""
     given_up = min(note["to"] for note in waited.values())
     late = {rank: note["from"] - given_up for rank, note in waited.items() if note["from"] - given_up > _SKEW}
     if notes.rank in late:

@@ -1,6 +1,6 @@
 """Processes on one machine: messages over Unix sockets, and memory that all of them see.
 
-gloo uses TCP even within a machine: a message takes half a millisecond, and every gradient passes the kernel several
+gloo uses TCP even within a machine: a message takes half a millisecond, and the kernel copies every gradient several
 times.
 """
 
@@ -46,47 +46,49 @@ class Neighbours:
         """Returns the messages of all processes, by rank; no process returns before all have called this.
 
         Args:
-            data: The own message, at most 64 kB and not empty.
-            may_wait: Gets the number of 0.2 s that it has waited for a process, and returns whether to go on.
+            data: The message of this process, at most 64 kB and not empty.
+            may_wait: Called with n after n waits of 0.2 s for a process; returns whether to go on waiting.
 
         Raises:
             RuntimeError: If another process does not answer in time, or has ended.
         """
-        return [found for found, _ in self._swap(data, [], may_wait)]
+        return [message for message, _ in self._swap(data, [], may_wait)]
 
     def share(self, memory: SharedMemory, may_wait: Ask) -> list[torch.Tensor]:
         """Returns the memory of all processes, by rank.
 
         Args:
-            memory: The own memory; that of the others must be as large.
+            memory: The memory of this process; that of the others must be as large.
             may_wait: As for :meth:`exchange`.
 
         Raises:
             RuntimeError: As for :meth:`exchange`, or if the sizes differ.
         """
-        found: list[torch.Tensor] = []
+        memories: list[torch.Tensor] = []
         for rank, (_, descriptors) in enumerate(self._swap(b"memory", [memory.descriptor], may_wait)):
             if not descriptors:
                 raise RuntimeError(f"rank {rank} has sent a message instead of its memory")
             if rank == self._rank:
-                found.append(memory.tensor)
+                memories.append(memory.tensor)
                 continue
             size = os.fstat(descriptors[0]).st_size
-            found.append(_mapped(descriptors[0]))
+            memories.append(_mapped(descriptors[0]))
             os.close(descriptors[0])
             if size != memory.tensor.numel():
                 raise RuntimeError(f"rank {rank} has gradients of {size} bytes, not {memory.tensor.numel()}")
-        return found
+        return memories
 
     def _swap(self, data: bytes, descriptors: list[int], may_wait: Ask) -> list[tuple[bytes, list[int]]]:
+        """Sends a message with file descriptors to all; returns the messages and descriptors of all, by rank."""
         for rank, connection in self._connections.items():
             with _broken(rank):
                 socket.send_fds(connection, [data], descriptors)
-        found = {rank: self._receive(rank, may_wait) for rank in self._connections}
-        found[self._rank] = data, descriptors
-        return [found[rank] for rank in sorted(found)]
+        messages = {rank: self._receive(rank, may_wait) for rank in self._connections}
+        messages[self._rank] = data, descriptors
+        return [messages[rank] for rank in sorted(messages)]
 
     def _receive(self, rank: int, may_wait: Ask) -> tuple[bytes, list[int]]:
+        """Returns the next message of a process, with its file descriptors."""
         for count in range(1, 1 + max(1, round(self._timeout / _SLICE))):
             with _broken(rank):
                 try:
@@ -120,6 +122,7 @@ class SharedMemory:
 
 
 def _mapped(descriptor: int) -> torch.Tensor:
+    """Returns a file as memory, uint8."""
     return torch.frombuffer(mmap.mmap(descriptor, 0), dtype=torch.uint8)
 
 
@@ -135,21 +138,22 @@ def connect(rank: int, size: int, timeout: float, gather: Gather) -> Neighbours 
         RuntimeError: If another process does not answer in time.
     """
     machine = _MACHINE.read_bytes() if hasattr(os, "memfd_create") and _MACHINE.exists() else b""
-    made = tempfile.mkdtemp(prefix="ort_trainer-") if rank == 0 else ""
+    folder = tempfile.mkdtemp(prefix="ort_trainer-") if rank == 0 else ""
     connections: dict[int, socket.socket] = {}
     try:
-        said = gather(machine + os.fsencode(made))
-        place = Path(os.fsdecode(said[0][len(machine) :]))
+        answers = gather(machine + os.fsencode(folder))
+        place = Path(os.fsdecode(answers[0][len(machine) :]))
+        # SOCK_SEQPACKET keeps messages apart, so each is received whole.
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-            able = bool(machine) and all(other.startswith(machine) for other in said)
+            can_connect = bool(machine) and all(other.startswith(machine) for other in answers)
             try:
-                if able:
+                if can_connect:
                     SharedMemory(1)  # sandboxes may refuse it
                     listener.bind(str(place / str(rank)))
                     listener.listen(size)
-            except OSError:  # it has another file system, or the path is too long
-                able = False
-            if b"" in gather(b"able" if able else b""):
+            except OSError:  # this process sees another file system, or the path is too long
+                can_connect = False
+            if b"" in gather(b"able" if can_connect else b""):
                 return None
             with _broken("another process"):
                 for other in range(rank):
@@ -161,12 +165,13 @@ def connect(rank: int, size: int, timeout: float, gather: Gather) -> Neighbours 
                     connections[int(accepted.recv(_LARGEST))] = accepted
         gather(b"")  # all are connected
     finally:
-        if made:
-            shutil.rmtree(made, ignore_errors=True)
+        if folder:
+            shutil.rmtree(folder, ignore_errors=True)
     return Neighbours(rank, connections, timeout)
 
 
 def _patient(opened: socket.socket, timeout: float) -> socket.socket:
+    """Sets a socket's timeout, and returns the socket."""
     opened.settimeout(timeout)
     return opened
 

@@ -72,10 +72,10 @@ class Processes:
         """Returns the numbers of all processes, by rank; each must pass the same count."""
         if self.neighbours is not None:
             return self._messages(what, self.neighbours, values)
-        own = torch.tensor(values, dtype=torch.float64)
-        found = torch.empty(self.size * len(values), dtype=torch.float64)
-        self.all_gather(what, found, own)
-        rows: list[list[float]] = found.view(self.size, -1).tolist()
+        row = torch.tensor(values, dtype=torch.float64)
+        gathered = torch.empty(self.size * len(values), dtype=torch.float64)
+        self.all_gather(what, gathered, row)
+        rows: list[list[float]] = gathered.view(self.size, -1).tolist()
         return rows
 
     def meet(self, what: str) -> None:
@@ -92,12 +92,12 @@ class Processes:
     def gather(self, what: str, data: bytes) -> list[bytes]:
         """Returns the data of all processes, by rank."""
         sizes = [int(size) for (size,) in self.exchange(what, [len(data)])]
-        own = torch.zeros(max(sizes), dtype=torch.uint8)
+        padded = torch.zeros(max(sizes), dtype=torch.uint8)
         if data:
-            own[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        found = torch.empty(self.size * len(own), dtype=torch.uint8)
-        self.all_gather(what, found, own)
-        rows = found.view(self.size, -1).numpy()
+            padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        gathered = torch.empty(self.size * len(padded), dtype=torch.uint8)
+        self.all_gather(what, gathered, padded)
+        rows = gathered.view(self.size, -1).numpy()
         return [row[:size].tobytes() for row, size in zip(rows, sizes, strict=True)]
 
     def all_reduce(self, what: str, tensor: torch.Tensor, operation: Any = dist.ReduceOp.SUM) -> None:
@@ -176,16 +176,18 @@ class Processes:
         return group
 
     def _messages(self, what: str, neighbours: Neighbours, values: Sequence[float]) -> list[list[float]]:
+        """Returns the numbers of all processes, by rank, exchanged between neighbours."""
+
         def exchange() -> list[list[float]]:
-            found = neighbours.exchange(array("d", values).tobytes(), self._may_wait)
-            if len({len(data) for data in found}) > 1:
+            messages = neighbours.exchange(array("d", values).tobytes(), self._may_wait)
+            if len({len(data) for data in messages}) > 1:
                 raise RuntimeError("the processes have sent each other different messages")
-            return [array("d", data).tolist() for data in found]
+            return [array("d", data).tolist() for data in messages]
 
         return self.run(what, exchange)
 
     def _may_wait(self, count: int) -> bool:
-        """Returns whether to wait for others after a number of slices: unless one has given up, or on an interrupt."""
+        """Returns whether to go on waiting after a number of slices; not if interrupted, or if another has given up."""
         return not (insisted() or (count % _SLICES == 0 and self._notes.ended()))
 
     def _wait(self, work: Any, in_slices: bool) -> None:

@@ -12,11 +12,12 @@ import torch.distributed as dist
 from .buckets import Bucket
 from .processes import Processes
 
-__all__ = ["Adasum", "Reduction", "Sum"]
+__all__ = ["WHAT", "Adasum", "Reduction", "Sum"]
 
 # The number of elements that are summed at a time, so that they stay in the processor's cache.
 _BLOCK = 2**16
 WHAT = "the gradients of the other processes"
+"""What a process waits for during a reduction, for messages."""
 
 
 class Reduction(ABC):
@@ -80,11 +81,13 @@ class Sum(Reduction):
         self._processes.meet(WHAT)
 
     def _sent(self, flat: torch.Tensor) -> torch.Tensor:
+        """Returns the tensor to send: the given one, or a divided copy in the narrower dtype."""
         if self._dtype is None or flat.element_size() <= self._dtype.itemsize:
             return flat
         return (flat / self._processes.size).to(self._dtype)
 
     def _start(self, tensor: torch.Tensor, scatter: bool) -> dist.Work:
+        """Starts to sum a tensor over the processes."""
         group = self._processes.group_of(tensor)
         # gloo's reduce_scatter takes six times as long as its all_reduce, whose result includes this process's part.
         if not scatter or tensor.device.type == "cpu":
@@ -112,7 +115,7 @@ class Adasum(Reduction):
     their mean if they are equal. A gradient of zeros changes nothing.
 
     Each process sends and receives all gradients log2(N) times; the sum sends them 2 (N - 1) / N times. The received
-    gradients need as much memory as the own ones.
+    gradients need as much memory as those of this process.
 
     Args:
         processes: The processes that train; their number is a power of two.
@@ -132,10 +135,10 @@ class Adasum(Reduction):
             is_first = not processes.rank & distance
             pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
             for bucket, other in zip(buckets, received, strict=True):
-                own, others = _tensors(bucket, bucket.flat), _tensors(bucket, other)
-                pairs += zip(own, others, strict=True) if is_first else zip(others, own, strict=True)
+                local, remote = _tensors(bucket, bucket.flat), _tensors(bucket, other)
+                pairs += zip(local, remote, strict=True) if is_first else zip(remote, local, strict=True)
             # Sums of products depend on the number of threads, so all ranks that combine the same gradients use the
-            # results of the lowest of them.
+            # results of the lowest of them, whose number has zeros in place of the bits up to the distance's.
             products = torch.stack([product for pair in pairs for product in _products(*pair)]).tolist()
             products = processes.exchange(WHAT, products)[processes.rank & -2 * distance]
             for place, pair in enumerate(pairs):

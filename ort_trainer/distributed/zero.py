@@ -63,19 +63,19 @@ class ShardedOptimizer(DataParallel):
 
     def whole(self, parts: Named, keep: bool = True) -> dict[str, torch.Tensor]:
         """Gathers one bucket at a time, in memory of its size; copies the results to the CPU."""
-        found: dict[str, torch.Tensor] = {}
+        tensors: dict[str, torch.Tensor] = {}
         for bucket in self.buckets:
             names = [name for name in bucket.views if name in parts]
             if names:
                 flat = torch.empty_like(bucket.flat)
                 self._gather_parts(bucket, flat, {name: parts[name] for name in names})
                 for name in names if keep else ():
-                    found[name] = bucket.view_in(flat, name).to("cpu", copy=True)
-        return {name: found[name] for name in parts} if keep else {}
+                    tensors[name] = bucket.view_in(flat, name).to("cpu", copy=True)
+        return {name: tensors[name] for name in parts} if keep else {}
 
-    def _gather_parts(self, bucket: Bucket, flat: torch.Tensor, own: Named) -> None:
+    def _gather_parts(self, bucket: Bucket, flat: torch.Tensor, own_parts: Named) -> None:
         """Fills a tensor of the size of a bucket with the parts of all processes."""
-        for name, part in own.items():
+        for name, part in own_parts.items():
             first, last = self._parts.ranges[name]
             flat[bucket.offsets[name] + first : bucket.offsets[name] + last] = part
         parts = flat.chunk(self.world_size)
@@ -120,13 +120,14 @@ class _OwnParts(Parts):
 
     def norms(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Returns the norm of each tensor over all processes, with one message for all tensors."""
-        own = torch.stack([norm.double() for norm in torch._foreach_norm(list(tensors))])
-        together = self._together(own).unbind()
+        local_norms = torch.stack([norm.double() for norm in torch._foreach_norm(list(tensors))])
+        together = self._together(local_norms).unbind()
         return [norm.to(tensor.dtype) for norm, tensor in zip(together, tensors, strict=True)]
 
     def _together(self, norms: torch.Tensor) -> torch.Tensor:
-        found = norms.new_empty(self._processes.size * norms.numel())
-        self._processes.all_gather("the norms of the other processes", found, norms)
+        """Returns the norms of whole tensors, from the norms of this process's parts of them."""
+        all_norms = norms.new_empty(self._processes.size * norms.numel())
+        self._processes.all_gather("the norms of the other processes", all_norms, norms)
         # All processes add in the same order, so their results are equal bit for bit.
-        together: torch.Tensor = torch.linalg.vector_norm(found.view(self._processes.size, -1), dim=0)
+        together: torch.Tensor = torch.linalg.vector_norm(all_norms.view(self._processes.size, -1), dim=0)
         return together

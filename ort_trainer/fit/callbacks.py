@@ -95,6 +95,7 @@ def check_interval(name: str, value: Any, optional: bool = False) -> None:
 
 
 def _check_name(who: str, name: str, names: set[str]) -> None:
+    """Raises a ValueError if the history does not have the name of a monitored number."""
     if name not in names:
         raise ValueError(
             f"{who} monitors {name!r}, which is not in the history: it has {sorted(names)}. Names of evaluation "
@@ -250,10 +251,10 @@ class Checkpoints(_Saving, _Monitor):
 
     def check_overwrite(self) -> None:
         """Raises a FileExistsError if there are checkpoints of another fit that must not be replaced."""
-        found = [str(path) for path in (self.last, self.best_path) if path.exists()]
-        if found and not self.overwrite:
+        existing = [str(path) for path in (self.last, self.best_path) if path.exists()]
+        if existing and not self.overwrite:
             raise FileExistsError(
-                f"{found} exist already: resume from them (resume=True), choose another folder, or pass "
+                f"{existing} exist already: resume from them (resume=True), choose another folder, or pass "
                 "checkpoints=Checkpoints(folder, overwrite=True)"
             )
 
@@ -267,6 +268,7 @@ class Checkpoints(_Saving, _Monitor):
 
 
 def _written(path: Path, state: FitState, trainer: Trainer) -> Path:
+    """Saves a checkpoint, and returns its path."""
     trainer.save_checkpoint(path, state.checkpoint(), overwrite=True)  # all processes call it; one writes
     return path
 

@@ -42,11 +42,11 @@ class CSVLogger(Callback):
         check_target(self.path)
 
     def on_fit_start(self, state: FitState, trainer: Trainer) -> None:
-        known = self._read() if state.resumed and self.path.exists() else []
+        rows = self._read() if state.resumed and self.path.exists() else []
         step, epochs = trainer.train_step_info.step, len(state.history)
         # An epoch's row has the step of its last batch, so the step alone would keep the row of an epoch whose
         # evaluation is repeated.
-        kept = [row for row in known if int(row["step"]) <= step and (row["batch"] or int(row["epoch"]) <= epochs)]
+        kept = [row for row in rows if int(row["step"]) <= step and (row["batch"] or int(row["epoch"]) <= epochs)]
         self._columns = ["epoch", "batch", *EPOCH_COLUMNS[1:]]
         self._columns += [name for row in kept[-1:] for name in row if name not in self._columns]
         self._write(kept)
@@ -195,9 +195,10 @@ def _tqdm() -> Any:
 
 
 def _figures(state: FitState, trainer: Trainer) -> str:
-    found = state.record(trainer)
+    """Returns loss, learning rate, gradient norm and speed as text."""
+    figures = state.record(trainer)
     names = {"loss": "loss", "rate": "learning_rate", "norm": "grad_norm"}
-    return "  ".join([*(f"{short} {shown_number(found[name])}" for short, name in names.items()), _speed(state)])
+    return "  ".join([*(f"{short} {shown_number(figures[name])}" for short, name in names.items()), _speed(state)])
 
 
 def _speed(state: FitState, row: Mapping[str, Any] | None = None) -> str:

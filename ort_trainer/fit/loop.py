@@ -201,10 +201,10 @@ class _Fit:
         self.call("on_validation_start")
         self.metrics.reset()
         total, count = 0.0, 0
-        for given in self.eval_loader:
+        for batch in self.eval_loader:
             if self.consensus.pressed:
                 break
-            batch = _moved(given, self.device)
+            batch = _moved(batch, self.device)
             size = _samples(batch)
             if not size:
                 continue
@@ -219,13 +219,13 @@ class _Fit:
             return
         if not any(counts):
             raise ValueError(f"eval_loader yielded no batch in epoch {state.epoch}: {_ONCE}")
-        found = {"eval_loss": total / max(count, 1), **self.metrics.compute()}
-        known = _mean(self.trainer.gather(found), counts)
-        state.metrics = dict(known)
+        results = {"eval_loss": total / max(count, 1), **self.metrics.compute()}
+        means = _mean(self.trainer.gather(results), counts)
+        state.metrics = dict(means)
         self.call("on_validation_end")
         if self.consensus.several:
-            own = {name: float(value) for name, value in state.metrics.items() if value != known.get(name)}
-            state.metrics = {**state.metrics, **_mean(self.trainer.gather(own), [1] * len(counts))}
+            additions = {name: float(value) for name, value in state.metrics.items() if value != means.get(name)}
+            state.metrics = {**state.metrics, **_mean(self.trainer.gather(additions), [1] * len(counts))}
 
     def label_name(self) -> str:
         """Returns the name of the input that metrics compare outputs with."""
@@ -247,7 +247,7 @@ class _Fit:
     def checkpoint(self) -> dict[str, Any]:
         """Returns the user dict for a checkpoint of the current state."""
         places = [row[_KEY] for row in self.trainer.gather({_KEY: self.place()})]
-        found: dict[str, Any] = {
+        user_dict: dict[str, Any] = {
             _KEY: {
                 **places[0],
                 "state": self.state.state_dict(self.trainer) | places[0]["state"],
@@ -255,8 +255,8 @@ class _Fit:
                 "others": places[1:],
             }
         }
-        self.call("on_save_checkpoint", found)
-        return found
+        self.call("on_save_checkpoint", user_dict)
+        return user_dict
 
     def place(self) -> dict[str, Any]:
         """Returns the position of this process in its data."""
@@ -264,10 +264,10 @@ class _Fit:
 
     def load(self, load: Load) -> None:
         """Restores the trainer, callbacks and random state, if there is a checkpoint."""
-        found = load(self.trainer)
-        if found is None:
+        user_dict = load(self.trainer)
+        if user_dict is None:
             return
-        kept = found.get(_KEY)
+        kept = user_dict.get(_KEY)
         if not isinstance(kept, Mapping):
             raise CheckpointError(
                 "the checkpoint was not saved by fit(), so it has no position to resume from: to start with its "
@@ -277,15 +277,15 @@ class _Fit:
         for name, callback in self.named():
             if name in kept["callbacks"]:
                 callback.load_state_dict(kept["callbacks"][name])
-        self.call("on_load_checkpoint", found)
+        self.call("on_load_checkpoint", user_dict)
 
     def take_place(self, kept: Mapping[str, Any]) -> None:
         """Restores the position of this process; an additional process starts with its own random states."""
         entries, rank = [kept, *kept.get("others", [])], self.trainer.world_rank
-        own = own_place([_position(kept, entry) for entry in entries], rank, self.trainer.world_size)
+        place = own_place([_position(kept, entry) for entry in entries], rank, self.trainer.world_size)
         counted = entries[rank]["state"] if rank < len(entries) else {}
         self.state.load_state_dict({**kept["state"], **counted})
-        self.position.load_state_dict(own)
+        self.position.load_state_dict(place)
 
     def named(self) -> Iterator[tuple[str, Callback]]:
         """Yields the callbacks with unique names."""
@@ -318,13 +318,14 @@ def _check_loader(name: str, loader: Any, epochs: int) -> None:
 def _new_state(
     epochs: int, train_loader: Any, evaluates: bool, metrics: Metrics, callbacks: list[Callback]
 ) -> FitState:
-    own = metrics.names
+    """Returns the initial state of a fit, with the history's columns if they are known in advance."""
+    metric_names = metrics.names
     adds = any(type(callback).on_validation_end is not Callback.on_validation_end for callback in callbacks)
     expected = None
     if not evaluates:
         expected = set(EPOCH_COLUMNS)
-    elif own is not None and not adds:
-        expected = {*EPOCH_COLUMNS, "eval_loss", *(f"eval_{name}" for name in own)}
+    elif metric_names is not None and not adds:
+        expected = {*EPOCH_COLUMNS, "eval_loss", *(f"eval_{name}" for name in metric_names)}
     return FitState(epochs, length_of(train_loader), expected, "eval_loss" if evaluates else "loss")
 
 
@@ -371,8 +372,8 @@ def _loss_place(trainer: Trainer) -> int:
 
 def _split(trainer: Trainer, outputs: Any) -> tuple[float, list[Any]]:
     """Splits the outputs of a step into the loss and the others."""
-    found, place = outputs if isinstance(outputs, list) else [outputs], _loss_place(trainer)
-    return float(found[place]), found[:place] + found[place + 1 :]
+    outputs, place = outputs if isinstance(outputs, list) else [outputs], _loss_place(trainer)
+    return float(outputs[place]), outputs[:place] + outputs[place + 1 :]
 
 
 class _Consensus:
@@ -411,10 +412,10 @@ class _Consensus:
         for name, value in rows[0].items():
             different = {rank: row[name] for rank, row in enumerate(rows) if row[name] != value}
             if different:
-                found = ", ".join(f"{other} in rank {rank}" for rank, other in different.items())
+                values = ", ".join(f"{other} in rank {rank}" for rank, other in different.items())
                 raise ValueError(
                     f"fit() was called with another {name} in rank {', '.join(map(str, different))}: it is {value} in "
-                    f"rank 0, but {found}; pass the same arguments in all processes"
+                    f"rank 0, but {values}; pass the same arguments in all processes"
                 )
 
     def share(self, values: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -465,12 +466,12 @@ def _mean(rows: Sequence[Mapping[str, Any]], weights: Sequence[float]) -> dict[s
                 "must return the same names in all processes"
             )
     total = sum(weights)
-    found = {}
+    means = {}
     for name in rows[0]:
         counted = [(row[name], weight) for row, weight in zip(rows, weights, strict=True) if weight]
         equal = all(other == counted[0][0] for other, _ in counted)
-        found[name] = counted[0][0] if equal else sum(other * weight for other, weight in counted) / total
-    return found
+        means[name] = counted[0][0] if equal else sum(other * weight for other, weight in counted) / total
+    return means
 
 
 def _moved(value: Any, device: torch.device) -> Any:

@@ -28,8 +28,8 @@ class Metrics:
     def __init__(self, metrics: Any) -> None:
         if not isinstance(metrics, (Mapping, list)):
             metrics = [] if metrics is None else [metrics]
-        given = metrics.items() if isinstance(metrics, Mapping) else [(None, metric) for metric in metrics]
-        self._metrics = [_Metric(name, metric) for name, metric in given]
+        named = metrics.items() if isinstance(metrics, Mapping) else [(None, metric) for metric in metrics]
+        self._metrics = [_Metric(name, metric) for name, metric in named]
         _check_unique([metric.name for metric in self._metrics])
 
     def __len__(self) -> int:
@@ -52,12 +52,14 @@ class Metrics:
 
     def compute(self) -> dict[str, float]:
         """Returns the numbers by name; each name starts with ``eval_``."""
-        found = [pair for metric in self._metrics for pair in metric.compute()]
-        _check_unique([name for name, _ in found])
-        return {f"eval_{name}": value for name, value in found}
+        results = [pair for metric in self._metrics for pair in metric.compute()]
+        _check_unique([name for name, _ in results])
+        return {f"eval_{name}": value for name, value in results}
 
 
 class _Metric:
+    """One metric of any of the three kinds."""
+
     def __init__(self, name: Any, metric: Any) -> None:
         self._prepare: Callable[[Any], Any] | None = None
         if isinstance(metric, tuple) and len(metric) == 2 and callable(metric[1]):
@@ -98,12 +100,12 @@ class _Metric:
     def compute(self) -> list[tuple[str, float]]:
         if self.kind == "function":
             return [(self.name, self._sum / max(self._samples, 1))]  # a process may have no batch
-        found = self._metric.compute()
-        if not isinstance(found, Mapping):
-            return [(self.name, self._number(found))]
+        result = self._metric.compute()
+        if not isinstance(result, Mapping):
+            return [(self.name, self._number(result))]
         # A name from the user prefixes the names of several numbers, and replaces the name of a single one.
-        alone, prefix = self._named and len(found) == 1, f"{self.name}_" if self._named else ""
-        return [(self.name if alone else f"{prefix}{key}", self._number(value)) for key, value in found.items()]
+        alone, prefix = self._named and len(result) == 1, f"{self.name}_" if self._named else ""
+        return [(self.name if alone else f"{prefix}{key}", self._number(value)) for key, value in result.items()]
 
     def _number(self, value: Any) -> float:
         try:
@@ -116,8 +118,8 @@ def _name(metric: Any) -> str:
     """Returns a metric's own name; ``metric`` for a lambda, which has none."""
     while isinstance(metric, functools.partial):
         metric = metric.func
-    own = getattr(metric, "__name__", None) or getattr(metric, "name", None)
-    name = own if isinstance(own, str) else type(metric).__name__
+    given_name = getattr(metric, "__name__", None) or getattr(metric, "name", None)
+    name = given_name if isinstance(given_name, str) else type(metric).__name__
     return "metric" if name == "<lambda>" else name
 
 

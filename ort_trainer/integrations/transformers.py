@@ -22,7 +22,7 @@ except ImportError as error:
 
 __all__ = ["OrtTrainer"]
 
-# Training arguments under which the module's graphs would not run, or not be right, with what to do instead.
+# Training arguments that would bypass the module's graphs, or make them wrong -> what to do instead.
 _REFUSED = {
     "torch_compile": "leave it out: the model runs as graphs already",
     "deepspeed": "leave it out: each process has the complete model",

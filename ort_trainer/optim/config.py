@@ -21,11 +21,16 @@ def number(name: str, value: Any, *, minimum: float = 0.0, below: float = math.i
         value = value.item()
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name!r} must be a number, but {shown(value)} ({type(value).__name__}) was given")
-    found = float(value)
-    if math.isnan(found) or found < minimum or (found >= below < math.inf) or (finite and math.isinf(found)):
+    as_float = float(value)
+    if (
+        math.isnan(as_float)
+        or as_float < minimum
+        or (as_float >= below < math.inf)
+        or (finite and math.isinf(as_float))
+    ):
         limit = "" if math.isinf(below) else f" and below {below:g}"
         raise ValueError(f"{name!r} must be at least {minimum:g}{limit}, but {shown(value)} was given")
-    return found
+    return as_float
 
 
 def flag(name: str, value: Any) -> bool:
@@ -96,9 +101,9 @@ class OptimizerConfig:
                 f"'learning_rates' must have {len(self._params) + 1} values, one per parameter group and one for the "
                 f"other parameters, but {values!r} was given"
             )
-        *own, default = [number("lr", value) for value in values]
+        *group_rates, default = [number("lr", value) for value in values]
         self._lr = default
-        for group, value in zip(self._params, own, strict=True):
+        for group, value in zip(self._params, group_rates, strict=True):
             if "lr" in group or value != default:
                 group["lr"] = value
 
@@ -185,10 +190,11 @@ class OptimizerConfig:
 
     def hyper_parameters(self, group: int) -> dict[str, Any]:
         """Returns the hyper-parameters of a group by its index, without ``lr``."""
-        own = self._params[group] if group < len(self._params) else {}
-        return {**self._defaults, **{key: value for key, value in own.items() if key not in ("params", "lr")}}
+        overrides = self._params[group] if group < len(self._params) else {}
+        return {**self._defaults, **{key: value for key, value in overrides.items() if key not in ("params", "lr")}}
 
     def _checked_groups(self, groups: Any) -> list[dict[str, Any]]:
+        """Returns valid parameter groups, copied."""
         if isinstance(groups, (str, Mapping)) or not isinstance(groups, Sequence):
             raise TypeError(
                 f"'params' must be a list of parameter groups (dicts), but {shown(groups)} was given: leave it out "
@@ -217,22 +223,23 @@ class OptimizerConfig:
         return checked
 
     def _checked_overrides(self, index: int, group: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the valid hyper-parameters that a group sets, by the rule's names."""
         overrides = {}
         allowed = sorted(["lr", *self._defaults])
         for key, value in self._own_names(group).items():
             if key == "params":
                 continue
             # The legacy class renamed lambda_coef to lambda in the caller's groups, so scripts use both.
-            known = "lambda_coef" if key == "lambda" else key
-            if known not in allowed:
+            rule_key = "lambda_coef" if key == "lambda" else key
+            if rule_key not in allowed:
                 raise ValueError(
                     f"parameter group {index} sets {key!r}, which {type(self).__name__} lacks: it has {allowed}"
                 )
-            if known in overrides:
+            if rule_key in overrides:
                 raise ValueError(
                     f"parameter group {index} sets both 'lambda' and 'lambda_coef', which are the same: leave one out"
                 )
-            overrides[known] = number("lr", value) if known == "lr" else self._checked(known, value)
+            overrides[rule_key] = number("lr", value) if rule_key == "lr" else self._checked(rule_key, value)
         if not overrides:
             raise ValueError(f"parameter group {index} must set at least one of {allowed}")
         return overrides
@@ -242,6 +249,7 @@ class OptimizerConfig:
         return group
 
     def _checked(self, key: str, value: Any) -> Any:
+        """Returns a valid hyper-parameter; configs override it for any that is not a number of at least 0."""
         return number(key, value)
 
     def _check_values(self, values: Mapping[str, Any]) -> None:

@@ -28,8 +28,10 @@ __all__ = [
 
 ATTRIBUTES = "attributes"
 """Key of the attributes of a user's own schedule in its state."""
-# What is no attribute of a user's schedule, and where schedules of this package are.
-_OWN, _HERE = frozenset({"_config", "_last_lr"}), f"{__name__.partition('.')[0]}."
+# Attributes of the base class, which are not part of the state of a user's subclass.
+_OWN = frozenset({"_config", "_last_lr"})
+# The start of the module names of this package's schedules, which have no attributes of a user.
+_HERE = f"{__name__.partition('.')[0]}."
 
 
 def _real(name: str, value: Any, *, positive: bool = False) -> float:
@@ -75,9 +77,11 @@ class LRScheduler:
         return last if last or self._config is None else _listed(self.get_lr(TrainStepInfo(self._config)))
 
     def _known_lr(self) -> list[float]:
+        # A subclass need not call super().__init__(), so the attribute may be missing.
         return list(self.__dict__.get("_last_lr", []))
 
     def _step(self, train_step_info: TrainStepInfo) -> list[float]:
+        """Computes, records and returns the rates of the next update."""
         self._last_lr = _listed(self.get_lr(train_step_info))
         return self._last_lr
 
@@ -87,11 +91,11 @@ class LRScheduler:
         As in PyTorch, the attributes of your own subclass are part of it: numbers, strings, bools, None, and lists and
         dicts of them. Override this method and the next one for state of other types.
         """
-        found: dict[str, Any] = {"last_lr": [float(lr) for lr in self._known_lr()]}
-        own = {key: value for key, value in vars(self).items() if key not in _OWN and _is_plain(value)}
-        if own and not type(self).__module__.startswith(_HERE):
-            found[ATTRIBUTES] = copy.deepcopy(own)
-        return found
+        state: dict[str, Any] = {"last_lr": [float(lr) for lr in self._known_lr()]}
+        attributes = {key: value for key, value in vars(self).items() if key not in _OWN and _is_plain(value)}
+        if attributes and not type(self).__module__.startswith(_HERE):
+            state[ATTRIBUTES] = copy.deepcopy(attributes)
+        return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restores a state from :meth:`state_dict`.
@@ -121,9 +125,10 @@ def _is_plain(value: Any) -> bool:
     )
 
 
-def _listed(given: Any) -> list[float]:
-    given = given.tolist() if hasattr(given, "tolist") else given
-    return list(given) if isinstance(given, (list, tuple)) else [given]
+def _listed(rates: Any) -> list[float]:
+    """Returns the result of a user's ``get_lr``, a number or any sequence, as a list."""
+    rates = rates.tolist() if hasattr(rates, "tolist") else rates
+    return list(rates) if isinstance(rates, (list, tuple)) else [rates]
 
 
 class _WarmupLRScheduler(LRScheduler):

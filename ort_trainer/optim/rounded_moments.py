@@ -49,7 +49,7 @@ def update_rounded(rule: Rule, batch: ParameterBatch, number: int) -> None:
                 if value.dtype != exact[name].dtype:
                     moment = exact[name]
                     if bool(moment.amax().isnan()):
-                        # A carry would make 0x7fffffff, the NaN of CUDA's arithmetic, the number -0.
+                        # Adding noise to 0x7fffffff, which is CUDA's NaN, would carry into the sign: -0.
                         moment[moment.isnan()] = math.nan
                     _add(moment.view(-1).view(torch.int32), noise)
                     value.copy_(moment)
@@ -95,5 +95,5 @@ def _cut(
     """Yields the blocks of a parameter, its gradient and its slots, all of which are contiguous."""
     parts = {name: torch.split(value.view(-1), _BLOCK) for name, value in slots.items()}
     pairs = zip(torch.split(weight.view(-1), _BLOCK), torch.split(gradient.view(-1), _BLOCK), strict=True)
-    for index, (own, its) in enumerate(pairs):
-        yield own, its, {name: values[index] for name, values in parts.items()}
+    for index, (weight_part, gradient_part) in enumerate(pairs):
+        yield weight_part, gradient_part, {name: values[index] for name, values in parts.items()}

@@ -33,7 +33,7 @@ class ParameterBatch:
         hyper: The hyper-parameters, without the learning rate.
         counter: The tensor that consists of exactly these counts, if there is one.
         parts: Which parts of the parameters these tensors are; it computes norms of the whole tensors.
-        kept: What is derived from weights, slots and counts, which stay the same from update to update.
+        kept: A cache of what is derived from weights, slots and counts, which are the same tensors in every update.
     """
 
     weights: list[torch.Tensor]
@@ -149,7 +149,7 @@ class Rule(ABC):
         slots: Names of the state tensors that a parameter may have, each of the parameter's shape.
         shares_count: Whether a state dict has one count for all parameters in ``shared_optimizer_state``, as for the
             legacy LAMB; otherwise each counted parameter has its ``Update_Count``.
-        by_element: Whether the update of an element of a tensor depends on nothing else of it.
+        by_element: Whether the update of an element depends on no other element of its tensor.
     """
 
     name: ClassVar[str]

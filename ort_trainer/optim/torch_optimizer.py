@@ -39,6 +39,7 @@ class _OverTorch(OptimizerConfig):
         self.optimizer = _unwrapped(optimizer)
         self.names: list[list[str]] = []
         self._parameters: dict[str, nn.Parameter] = {}
+        # Whether `learning_rates` are the base rates of a schedule, which groups keep as initial_lr.
         self._from_bases = False
 
     def bind(self, model: object) -> None:
@@ -54,10 +55,10 @@ class _OverTorch(OptimizerConfig):
                 f"torch.optim.{name} has the parameters of a PyTorch module, but the model is a "
                 f"{type(model).__name__}: use a config of ort_trainer.optim"
             )
-        known = {id(parameter): key for key, parameter in model.named_parameters()}
+        names_by_id = {id(parameter): key for key, parameter in model.named_parameters()}
         self.names = []
         for index, group in enumerate(self.optimizer.param_groups):
-            strange = [parameter for parameter in group["params"] if id(parameter) not in known]
+            strange = [parameter for parameter in group["params"] if id(parameter) not in names_by_id]
             if strange:
                 raise ValueError(
                     f"parameter group {index} of torch.optim.{name} has {len(strange)} tensors that are not parameters "
@@ -65,7 +66,7 @@ class _OverTorch(OptimizerConfig):
                     "with the model's parameters, after anything that replaces them (a move to another device, "
                     "load_state_dict(assign=True))"
                 )
-            self.names.append([known[id(parameter)] for parameter in group["params"]])
+            self.names.append([names_by_id[id(parameter)] for parameter in group["params"]])
         named = dict(model.named_parameters())
         self._parameters = {key: named[key] for names in self.names for key in names}
 
@@ -109,7 +110,7 @@ class _OverTorch(OptimizerConfig):
         """Writes the rates of an update into the optimizer's groups.
 
         Args:
-            rates: One for all groups, or one for each and one more.
+            rates: One for all groups, or one for each group and one for the default group, which is empty here.
         """
         self._write("lr", [rates[0]] * len(self.optimizer.param_groups) if len(rates) == 1 else rates)
 
@@ -119,11 +120,12 @@ class _OverTorch(OptimizerConfig):
         if count != len(self._parameters):
             raise RuntimeError(
                 f"{type(self.optimizer).__name__} has {count} parameters, but had {len(self._parameters)} when the "
-                "trainer was made: give the optimizer all parameters from the start and freeze the later ones with "
+                "trainer was created: give the optimizer all parameters from the start and freeze the later ones with "
                 "requires_grad_(False), or create a new trainer"
             )
 
     def _write(self, key: str, rates: Sequence[float]) -> None:
+        """Writes rates into the groups under a key; a rate in a tensor stays in that tensor."""
         for group, rate in zip(self.optimizer.param_groups, rates, strict=False):
             if isinstance(group.get(key), torch.Tensor):
                 group[key].fill_(rate)
@@ -144,7 +146,7 @@ class _OverTorch(OptimizerConfig):
         return [{**group, "params": list(names)} for group, names in zip(groups, self.names, strict=True)]
 
     def group_of(self, *names: str) -> int:
-        return next(index for index, own in enumerate(self.names) if set(own) & set(names))
+        return next(index for index, group_names in enumerate(self.names) if set(group_names) & set(names))
 
     def hyper_parameters(self, group: int) -> dict[str, Any]:
         return {
@@ -234,29 +236,32 @@ class TorchOptimizerConfig(_OverTorch):
         Args:
             copy: Whether to copy the tensors; if False, they are the optimizer's own.
         """
-        names, found = self._numbers(), self.optimizer.state_dict()
-        groups = [{**group, "params": own} for group, own in zip(found["param_groups"], self.names, strict=True)]
+        names, state = self._numbers(), self.optimizer.state_dict()
+        groups = [
+            {**group, "params": group_names}
+            for group, group_names in zip(state["param_groups"], self.names, strict=True)
+        ]
         return {
-            "state": {names[number]: _plain(values, copy) for number, values in found["state"].items()},
+            "state": {names[number]: _plain(values, copy) for number, values in state["state"].items()},
             "param_groups": [_plain({k: v for k, v in g.items() if k != "param_names"}, copy) for g in groups],
         }
 
-    def read_state(self, given: Mapping[str, Any]) -> dict[str, Any]:
+    def read_state(self, saved: Mapping[str, Any]) -> dict[str, Any]:
         """Returns a state as the optimizer's ``load_state_dict`` takes it; changes nothing.
 
         Args:
-            given: A state from :meth:`state_dict`.
+            saved: A state from :meth:`state_dict`.
 
         Raises:
             CheckpointError: If the optimizer can't have such a state.
             RuntimeError: If it belongs to other parameter groups.
         """
         where, kind = "state_dict[torch_optimizer]", type(self.optimizer).__name__
-        groups, states = given.get("param_groups"), given.get("state")
+        groups, states = saved.get("param_groups"), saved.get("state")
         if not isinstance(groups, list) or not isinstance(states, Mapping) or not all(map(_is_group, groups)):
             raise CheckpointError(
                 f"{where} must have 'state', a dict, and 'param_groups', a list of dicts with 'params', but it is "
-                f"{shown(given)}"
+                f"{shown(saved)}"
             )
         if [group["params"] for group in groups] != self.names:
             raise RuntimeError(f"{where} has other parameter groups than the trainer's {kind}")
@@ -264,13 +269,13 @@ class TorchOptimizerConfig(_OverTorch):
         unknown = [name for name in states if name not in numbers]
         if unknown:
             raise RuntimeError(f"Unexpected keys: {unknown} in {where}[state]")
-        owns = self.optimizer.state_dict()["param_groups"]
-        groups = [{**own, **group} for own, group in zip(owns, groups, strict=True)]
+        current_groups = self.optimizer.state_dict()["param_groups"]
+        groups = [{**current, **group} for current, group in zip(current_groups, groups, strict=True)]
         check_groups(self.optimizer, groups, f"{where}[param_groups]")
         check_states(self.optimizer, groups, states, self.names)
-        for group, own in zip(groups, owns, strict=True):
-            group.update({key: tuple(group[key]) for key, value in own.items() if isinstance(value, tuple)})
-            group.update({key: own[key] for key in ("params", "param_names") if key in own})
+        for group, current in zip(groups, current_groups, strict=True):
+            group.update({key: tuple(group[key]) for key, value in current.items() if isinstance(value, tuple)})
+            group.update({key: current[key] for key in ("params", "param_names") if key in current})
         return {
             "state": {numbers[name]: _plain(values, True) for name, values in states.items()},
             "param_groups": groups,
@@ -297,11 +302,13 @@ class TorchOptimizerConfig(_OverTorch):
 
 
 def _is_group(group: Any) -> bool:
+    """Returns whether a value is a parameter group with names in place of parameters."""
     names = group.get("params") if isinstance(group, Mapping) else None
     return isinstance(names, list) and all(isinstance(name, str) for name in names)
 
 
 def _plain(value: Any, copy: bool) -> Any:
+    """Returns a value as a checkpoint holds it: tensors on the CPU, dicts with str keys, and lists."""
     if isinstance(value, torch.Tensor):
         value = value.detach().cpu()
         return value.clone() if copy else value
@@ -323,6 +330,7 @@ _Hyper = Callable[[Mapping[str, Any]], dict[str, Any]]
 
 
 def _adam(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the rule's hyper-parameters for a group of torch's Adam or AdamW."""
     alpha, beta = group["betas"]
     return {
         "alpha": float(alpha),
@@ -336,6 +344,7 @@ def _adam(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _sgd(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the rule's hyper-parameters for a group of torch's SGD."""
     numbers = {name: float(group[name]) for name in ("momentum", "dampening", "weight_decay")}
     return {**numbers, "nesterov": group["nesterov"]}
 
@@ -376,18 +385,18 @@ class FollowedConfig(_OverTorch):
     def bind(self, model: object) -> None:
         """Finds the names and the state tensors of the optimizer's parameters."""
         super().bind(model)
-        self._slots = self._slots_of_now()
+        self._slots = self._current_slots()
 
     def check(self) -> None:
         """Checks that the groups have the same parameters and need the same state tensors as before."""
         super().check()
-        if self._slots_of_now() != self._slots:
+        if self._current_slots() != self._slots:
             raise RuntimeError(
                 f"a parameter group of {type(self.optimizer).__name__} has gained or lost its momentum since the "
-                "trainer was made, which has no state for the change: set a momentum from the start"
+                "trainer was created, so the trainer has no state for it: set a momentum from the start"
             )
 
-    def _slots_of_now(self) -> list[tuple[str, ...]]:
+    def _current_slots(self) -> list[tuple[str, ...]]:
         groups = range(len(self.optimizer.param_groups))
         return [tuple(self.rule.slots_for(self.hyper_parameters(group))) for group in groups]
 
@@ -462,7 +471,7 @@ class TorchUpdate(OptimizerUpdate):
     def __init__(self, config: TorchOptimizerConfig, *arguments: Any, **named: Any) -> None:
         super().__init__(config, *arguments, **named)
         self._torch = config
-        self._put_there: dict[str, torch.Tensor | None] = {}
+        self._assigned: dict[str, torch.Tensor | None] = {}
         if any(parameter.device.type != "cpu" for parameter in config.parameters.values()):
             config.optimizer.load_state_dict(config.optimizer.state_dict())  # moves the state to the parameters' device
 
@@ -470,9 +479,9 @@ class TorchUpdate(OptimizerUpdate):
         """Releases the gradients and their memory; a ``p.grad`` that the user has assigned stays."""
         for name in used:
             parameter = self._torch.parameters[name]
-            if parameter.grad is self._put_there.get(name):
+            if parameter.grad is self._assigned.get(name):
                 parameter.grad = None
-        self._put_there.clear()
+        self._assigned.clear()
 
     def _update(
         self,
@@ -484,13 +493,13 @@ class TorchUpdate(OptimizerUpdate):
         optimizer = self._torch.optimizer
         gone = [
             name
-            for name, own in self._parameters.items()  # without frozen and unused ones
-            if self._torch.parameters[name].dtype == own.dtype
-            and self._torch.parameters[name].data_ptr() != own.data_ptr()
+            for name, weight in self._parameters.items()  # without frozen and unused ones
+            if self._torch.parameters[name].dtype == weight.dtype
+            and self._torch.parameters[name].data_ptr() != weight.data_ptr()
         ]
         if gone:
             raise RuntimeError(
-                f"the model's parameters {gone[:3]} have been replaced since the trainer was made (as by "
+                f"the model's parameters {gone[:3]} have been replaced since the trainer was created (as by "
                 f"load_state_dict(assign=True)), and {type(optimizer).__name__} still has the old ones: create a new "
                 "optimizer and a new trainer"
             )
@@ -500,16 +509,17 @@ class TorchUpdate(OptimizerUpdate):
             return
 
         def closure() -> torch.Tensor:
-            loss, found = again()
-            self.norm = global_norm(found.values()) if self._clips else None
-            self._put(found, 1.0)
+            loss, gradients = again()
+            self.norm = global_norm(gradients.values()) if self._clips else None
+            self._put(gradients, 1.0)
             return loss
 
         optimizer.step(closure)  # type: ignore[arg-type]
 
     def _put(self, gradients: Mapping[str, torch.Tensor], divisor: float) -> None:
+        """Divides and clips gradients, and assigns them to ``p.grad`` of the model's parameters."""
         self._divide(gradients, divisor)
         for name, parameter in self._torch.parameters.items():
             gradient = gradients.get(name)
             parameter.grad = None if gradient is None else gradient.to(parameter.dtype)
-            self._put_there[name] = parameter.grad
+            self._assigned[name] = parameter.grad

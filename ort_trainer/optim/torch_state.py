@@ -1,8 +1,8 @@
-"""Checks states for PyTorch's optimizers and schedules, which themselves load anything, and fail in a later step.
+"""Checks states before PyTorch's optimizers and schedules load them: they accept anything, and fail in a later step.
 
-A value must be like the one that the object has at that place: of its type and nesting, with finite numbers. Then a
-copy of the object loads the state and makes a step: of an optimizer with small parameters, of a schedule at each epoch
-that its state mentions. Of other libraries' classes only types are checked, as their steps may have effects.
+A value must have the type and the nesting of the current one, and its numbers must be finite. Then a copy of the object
+loads the state and takes a step: an optimizer with small parameters, a schedule at each epoch that its state mentions.
+For classes of other libraries only types are compared, because their steps may have side effects.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ Kind = tuple[torch.Size, torch.dtype, torch.device]
 
 
 def check_like(value: Any, like: Any, where: str, loose: bool = False, optional: bool = False) -> None:
-    """Checks that a value has type and nesting of another one.
+    """Checks that a value has the type and the nesting of another one.
 
     Args:
         value: The value.
@@ -58,21 +58,21 @@ def check_like(value: Any, like: Any, where: str, loose: bool = False, optional:
         optional: Whether a number, a bool or a word fits in place of None.
 
     Raises:
-        CheckpointError: If not.
+        CheckpointError: If it has another type or nesting.
     """
     difference = _difference(value, like, where, loose, optional)
     if difference is not None:
         raise CheckpointError(difference)
 
 
-def as_types_of(own: Any, value: Any) -> Any:
-    """Returns the state of a schedule from a checkpoint, which has only lists and str keys, with its own types."""
-    if isinstance(own, Counter):
+def as_types_of(current: Any, value: Any) -> Any:
+    """Returns a checkpoint's state, which has only lists and str keys, with the types of the schedule's current one."""
+    if isinstance(current, Counter):
         return Counter({int(key): count for key, count in value.items()})
-    if isinstance(own, Mapping) and isinstance(value, Mapping):
-        return {key: as_types_of(own.get(key), entry) for key, entry in value.items()}
-    if isinstance(own, (list, tuple)) and isinstance(value, (list, tuple)) and len(own) == len(value):
-        return type(own)(as_types_of(other, entry) for entry, other in zip(value, own, strict=True))
+    if isinstance(current, Mapping) and isinstance(value, Mapping):
+        return {key: as_types_of(current.get(key), entry) for key, entry in value.items()}
+    if isinstance(current, (list, tuple)) and isinstance(value, (list, tuple)) and len(current) == len(value):
+        return type(current)(as_types_of(other, entry) for entry, other in zip(value, current, strict=True))
     return value
 
 
@@ -88,20 +88,20 @@ def check_schedule(scheduler: LRScheduler, state: Mapping[str, Any], groups: Seq
     Raises:
         CheckpointError: If the schedule can't have such a state.
     """
-    own, is_known = scheduler.state_dict(), _is_of_torch(scheduler)
+    current, is_known = scheduler.state_dict(), _is_of_torch(scheduler)
     for key, value in state.items():
         here = f"{where}[{key}]"
-        if key not in own:
+        if key not in current:
             raise CheckpointError(f"{here} is unknown: {type(scheduler).__name__} has no such attribute")
         if key == "_schedulers":
             _check_nested(scheduler, value, groups, here)
         elif key in _FUNCTIONS:
-            check_like(_without_attributes(value), _without_attributes(own[key]), here)
+            check_like(_without_attributes(value), _without_attributes(current[key]), here)
         else:
-            check_like(value, own[key], here, loose=not is_known and key not in _OF_ALL_SCHEDULES)
-        if is_known and key in _DIVISORS and value <= 0 < own[key]:
+            check_like(value, current[key], here, loose=not is_known and key not in _OF_ALL_SCHEDULES)
+        if is_known and key in _DIVISORS and value <= 0 < current[key]:
             raise CheckpointError(f"{here} must be positive, but it is {shown(value)}")
-    if not is_known or "_schedulers" in own:
+    if not is_known or "_schedulers" in current:
         return
     last = state.get("total_steps", _HIGHEST)  # the last epoch of OneCycleLR, which then raises
     if state.get("last_epoch", 0) > last:
@@ -109,7 +109,7 @@ def check_schedule(scheduler: LRScheduler, state: Mapping[str, Any], groups: Seq
     # A schedule changes at epochs that its state mentions.
     for epoch in sorted({int(number) for number in _numbers_in(state) if -1 <= number < last}):
         error = _error_at(epoch, scheduler, state, groups)
-        if error is not None and _error_at(epoch, scheduler, own, groups) is None:
+        if error is not None and _error_at(epoch, scheduler, current, groups) is None:
             raise CheckpointError(f"{where} does not fit {type(scheduler).__name__}: {error!r}") from error
 
 
@@ -125,23 +125,23 @@ def check_groups(optimizer: torch.optim.Optimizer, groups: Sequence[Group], wher
         CheckpointError: If a value has the wrong type, or PyTorch refuses it.
     """
     is_known, arguments = _is_of_torch(optimizer), _arguments(optimizer)
-    for at, (group, own) in enumerate(zip(groups, optimizer.param_groups, strict=True)):
-        for key in [key for key in group if key in own and key not in ("params", "param_names")]:
+    for at, (group, current) in enumerate(zip(groups, optimizer.param_groups, strict=True)):
+        for key in [key for key in group if key in current and key not in ("params", "param_names")]:
             value, here, loose = group[key], f"{where}[{at}][{key}]", not is_known and key != "lr"
             argument = arguments.get(key) if is_known else None
-            default = own[key] if argument is None or argument.default is argument.empty else argument.default
+            default = current[key] if argument is None or argument.default is argument.empty else argument.default
             if argument is not None and "bool" in str(argument.annotation):
                 if not isinstance(value, bool) and (value is not None or default is not None):
                     raise CheckpointError(f"{here} must be True or False, but it is {shown(value)}")
             # As the default is, or as the optimizer has it: Adafactor's eps is (None, 1e-3) until it is set.
             elif _difference(value, default, here, loose, optional=True) is not None:
-                check_like(value, own[key], here, loose, optional=True)
+                check_like(value, current[key], here, loose, optional=True)
             if is_known and key != "lr" and _is_scalar(default) and _is_number(value) and value < 0 <= default:
                 raise CheckpointError(f"{here} must be at least 0, but it is {shown(value)}")
             if isinstance(default, int) and isinstance(value, int) and abs(value) > _HIGHEST_SIZE and is_known:
                 raise CheckpointError(f"{here} must be at most {_HIGHEST_SIZE}, but it is {shown(value)}")
-        error = _error_of(optimizer, group, _kinds(optimizer, own)) if is_known and own["params"] else None
-        if error is not None and _error_of(optimizer, own, _kinds(optimizer, own)) is None:
+        error = _error_of(optimizer, group, _kinds(optimizer, current)) if is_known and current["params"] else None
+        if error is not None and _error_of(optimizer, current, _kinds(optimizer, current)) is None:
             raise CheckpointError(f"{where}[{at}] does not fit {type(optimizer).__name__}: {error!r}") from error
 
 
@@ -163,19 +163,19 @@ def check_states(
     for name, state in states.items():
         if not isinstance(state, Mapping):
             raise CheckpointError(f"{where}[{name}] must be a dict, but it is {shown(state)}")
-    for group, own, own_names in zip(groups, optimizer.param_groups, names, strict=True):
+    for group, current, group_names in zip(groups, optimizer.param_groups, names, strict=True):
         if not _is_of_torch(optimizer):
-            for name, parameter in zip(own_names, own["params"], strict=True):
+            for name, parameter in zip(group_names, current["params"], strict=True):
                 likes = optimizer.state.get(parameter, {})
                 for key in [key for key in states.get(name, {}) if key in likes]:
                     check_like(states[name][key], likes[key], f"{where}[{name}][{key}]", loose=True)
             continue
-        kinds = _kinds(optimizer, own)
+        kinds = _kinds(optimizer, current)
         if not kinds or _error_of(optimizer, group, kinds) is not None:
             continue  # it can't step with the hyper-parameters that it has now, either
         fresh = _stepped(optimizer, group, kinds)
         shrunk: dict[int, Any] = {}
-        for at, (name, kind) in enumerate(zip(own_names, kinds, strict=False)):
+        for at, (name, kind) in enumerate(zip(group_names, kinds, strict=False)):
             likes = fresh.state[fresh.param_groups[0]["params"][at]]
             shrunk[at] = {
                 key: _shrunk(value, likes[key], kind, f"{where}[{name}][{key}]")
@@ -192,7 +192,7 @@ def _is_of_torch(thing: object) -> bool:
 
 
 def _difference(value: Any, like: Any, where: str, loose: bool, optional: bool = False) -> str | None:
-    """Returns the message of :func:`check_like`; None if there is nothing to say."""
+    """Returns the message of :func:`check_like`; None if the value is valid."""
     expected = ""
     if loose and (value is None or like is None):
         return None
@@ -253,7 +253,7 @@ def _numbers_in(value: Any) -> Iterator[float]:
 
 
 def _without_attributes(functions: Any) -> Any:
-    """Returns the attributes of functions with as many empty dicts."""
+    """Returns the attributes of one or several functions, each replaced by an empty dict."""
     if isinstance(functions, list):
         return [_without_attributes(entry) for entry in functions]
     return {} if isinstance(functions, Mapping) else functions
@@ -313,6 +313,7 @@ def _arguments(optimizer: torch.optim.Optimizer) -> Mapping[str, inspect.Paramet
 
 
 def _kinds(optimizer: torch.optim.Optimizer, group: Group) -> list[Kind]:
+    """Returns the kind of each parameter of a group that has a state of its own."""
     parameters = group["params"]
     if isinstance(optimizer, torch.optim.LBFGS):  # has one state for all parameters, as one vector
         return [(torch.Size([sum(p.numel() for p in parameters)]), p.dtype, p.device) for p in parameters[:1]]
@@ -330,7 +331,7 @@ def _stepped(
         kinds: The kinds of parameters.
         states: State to load before, by the number of the parameter.
     """
-    # Sizes that differ, so that each size in the state says which one it is.
+    # All sizes differ, so that each size in the state tells which dimension it belongs to.
     small = [torch.ones(_small(shape), dtype=dtype, device=device) for shape, dtype, device in kinds]
     hyper = {key: value for key, value in group.items() if key in _arguments(optimizer) and key != "params"}
     if "max_iter" in hyper:
@@ -353,12 +354,13 @@ def _stepped(
             return torch.stack([value.detach().abs().float().square().sum() for value in small]).sum() / 2
 
         closure()
-        # Without the hooks of the process and the records of profilers, which see only the user's steps.
+        # The unwrapped function runs no global hooks and no profiler, which should only see the user's steps.
         getattr(kind.step, "__wrapped__", kind.step)(fresh, closure)
     return fresh
 
 
 def _error_of(*arguments: Any) -> Exception | None:
+    """Returns the error of :func:`_stepped`; None if it succeeds."""
     try:
         _stepped(*arguments)
     except Exception as error:
@@ -367,11 +369,12 @@ def _error_of(*arguments: Any) -> Exception | None:
 
 
 def _small(shape: torch.Size) -> list[int]:
+    """Returns a small shape with as many dimensions: [2, 3, 4, ...]."""
     return list(range(2, 2 + len(shape)))
 
 
 def _shrunk(value: Any, like: Any, kind: Kind, where: str) -> Any:
-    """Returns a parameter's state as of the small parameter, after a check.
+    """Checks the state of a parameter, and returns a state of that kind for the small parameter in its place.
 
     Args:
         value: The state.

@@ -80,18 +80,18 @@ class OptimizerUpdate:
         self._parameters = self.parts.of(parameters)
         self.slots: dict[str, dict[str, torch.Tensor]] = {}
         self.counts: dict[str, torch.Tensor] = {}
-        found: dict[int, _Group] = {}
+        groups_by_index: dict[int, _Group] = {}
         for name, parameter in self._parameters.items():
             index = groups[name]
             hyper = config.hyper_parameters(index)
             limit = hyper.get("max_norm_clip", math.inf) if max_norm is None else max_norm
-            found.setdefault(index, _Group(index, hyper, limit if clip else math.inf)).names.append(name)
+            groups_by_index.setdefault(index, _Group(index, hyper, limit if clip else math.inf)).names.append(name)
             dtype = torch.bfloat16 if rounds_moments and parameter.dtype == torch.float32 else None
             self.slots[name] = {
                 slot: torch.zeros_like(parameter, dtype=dtype, memory_format=torch.contiguous_format)
                 for slot in self.rule.slots_for(hyper)
             }
-        self._groups = list(found.values())
+        self._groups = list(groups_by_index.values())
         for group in self._groups:
             if self.rule.keeps_count(group.hyper):
                 device = self._parameters[group.names[0]].device
@@ -131,8 +131,8 @@ class OptimizerUpdate:
         Returns:
             Whether the gradients were finite; always True if that was not checked.
         """
-        asked = bool(gradients) and (check_finite or self.asks_norm)
-        self.norm = self.parts.total_norm(gradients.values()) / divisor if asked else None
+        needs_norm = bool(gradients) and (check_finite or self.asks_norm)
+        self.norm = self.parts.total_norm(gradients.values()) / divisor if needs_norm else None
         if check_finite and self.norm is not None and not torch.isfinite(self.norm):
             torch._foreach_div_(list(gradients.values()), divisor)
             return False
@@ -142,8 +142,8 @@ class OptimizerUpdate:
 
     def rebind(self, parameters: Mapping[str, torch.Tensor]) -> None:
         """Replaces the tensors of the given parameters; unknown names are ignored."""
-        known = {name: value for name, value in parameters.items() if name in self._parameters}
-        self._parameters |= self.parts.of(known)
+        trained = {name: value for name, value in parameters.items() if name in self._parameters}
+        self._parameters |= self.parts.of(trained)
         for group in self._groups:
             group.updated = []
 
@@ -163,44 +163,44 @@ class OptimizerUpdate:
                 names = [name for name in names if name in gradients]
             if names != group.updated:
                 group.updated, group.batches = names, self._batches(group, names)
-            found = list(map(gradients.__getitem__, names))
+            group_gradients = list(map(gradients.__getitem__, names))
             divided = _divisor(group, self.norm, divisor)
             if self._max_value is not None:
-                divided = self._clip_values(found, divided)
+                divided = self._clip_values(group_gradients, divided)
             for index, batch in enumerate(group.batches):
-                batch.gradients = found[index : index + 1] if self._one_by_one else found
+                batch.gradients = group_gradients[index : index + 1] if self._one_by_one else group_gradients
                 batch.lr, batch.divisor = learning_rates[0 if len(learning_rates) == 1 else group.index], divided
                 batch.hyper = self._config.hyper_parameters(group.index) if self._config.is_live else group.hyper
                 if self._rounds_moments and batch.slots[0]:
                     update_rounded(self.rule, batch, self._number)
                 else:
                     self.rule.update(batch)
-                batch.gradients = []  # their memory is the next run's
+                batch.gradients = []  # the next run reuses their memory
 
     def _batches(self, group: _Group, names: list[str]) -> list[ParameterBatch]:
         """Returns batches of the parameters: all together, or one each, if any share memory."""
         return [
             ParameterBatch(
-                weights=[self._parameters[name] for name in own],
+                weights=[self._parameters[name] for name in batch_names],
                 gradients=[],
-                slots=[self.slots[name] for name in own],
-                counts=[self.counts.get(name) for name in own],
+                slots=[self.slots[name] for name in batch_names],
+                counts=[self.counts.get(name) for name in batch_names],
                 lr=0.0,
                 divisor=1.0,
                 hyper=group.hyper,
-                counter=group.counter if len(own) == len(group.names) else None,
+                counter=group.counter if len(batch_names) == len(group.names) else None,
                 parts=self.parts,
             )
-            for own in ([[name] for name in names] if self._one_by_one else [names] if names else [])
+            for batch_names in ([[name] for name in names] if self._one_by_one else [names] if names else [])
         ]
 
     def _divide(self, gradients: Mapping[str, torch.Tensor], divisor: float) -> None:
         """Divides and clips gradients in place."""
         for group in self._groups:
-            found = [gradients[name] for name in group.names if name in gradients]
-            rest = self._clip_values(found, _divisor(group, self.norm, divisor))
-            if found and (isinstance(rest, torch.Tensor) or rest != 1.0):
-                torch._foreach_div_(found, rest)
+            group_gradients = [gradients[name] for name in group.names if name in gradients]
+            rest = self._clip_values(group_gradients, _divisor(group, self.norm, divisor))
+            if group_gradients and (isinstance(rest, torch.Tensor) or rest != 1.0):
+                torch._foreach_div_(group_gradients, rest)
 
     def _clip_values(self, gradients: list[torch.Tensor], divisor: float | torch.Tensor) -> float | torch.Tensor:
         """Clips each element if there is a limit; returns the remaining divisor of the gradients."""

@@ -137,8 +137,8 @@ class UpdateWriter(Emitter):
     def power(self, base: float, exponent: ir.Value, like: ir.Value) -> ir.Value:
         """Returns 1 - base ** exponent."""
         wide = like.dtype == ir.DataType.DOUBLE
-        found = self._once((base, wide), exponent, lambda: one_minus_power(self, base, exponent, wide))
-        return self._like(found, like)
+        power = self._once((base, wide), exponent, lambda: one_minus_power(self, base, exponent, wide))
+        return self._like(power, like)
 
     def _clipping(self, norm: ir.Value, limit: float) -> ir.Value:
         """Returns the factor that limits the gradients' norm."""
@@ -223,6 +223,7 @@ class _Writer(UpdateWriter):
         self._outputs = {value.name: value for value in self._graph.outputs}
 
     def write(self) -> ir.Model:
+        """Writes the updates of all parameters, and returns the model."""
         gradients = self._gradients()
         norm = self.norm(gradients.values())
         finite = None
@@ -255,6 +256,7 @@ class _Writer(UpdateWriter):
         return self._finish(results)
 
     def _finish(self, results: Mapping[str, ir.Value]) -> ir.Model:
+        """Returns the model with the new nodes, and with results in place of the gradients among its outputs."""
         gradients = set(self._source.gradients.values())
         kept = [value for value in self._graph.outputs if value.name not in gradients]
         self._graph.outputs.clear()
@@ -275,7 +277,7 @@ class _Writer(UpdateWriter):
             assert self._source.loss_scale is not None
             scale = self._inputs[self._source.loss_scale.name]
             divisor = self.op("Squeeze", scale) if self._source.loss_scale.shape else scale
-        found = {}
+        gradients = {}
         for name, output in self._source.gradients.items():
             gradient = self._outputs[output]
             weight = self._inputs.get(self._source.state.get(name, ""))
@@ -285,8 +287,8 @@ class _Writer(UpdateWriter):
             if self._accumulate:
                 earlier = self._input(f"{name}.grad.accumulated", weight.dtype, weight.shape)
                 gradient = self.op("Add", gradient, earlier)
-            found[name] = self.op("Div", gradient, self._like(divisor, weight))
-        return found
+            gradients[name] = self.op("Div", gradient, self._like(divisor, weight))
+        return gradients
 
     def _chosen(self, finite: ir.Value | None, old: ir.Value, new: ir.Value) -> ir.Value:
         chosen = new if finite is None else self.op("Where", finite, new, old)

@@ -35,20 +35,21 @@ def respelled(options: Mapping[Any, Any]) -> tuple[dict[str, Any], list[str]]:
     """
     result: dict[str, Any] = _copied(options)
     wrong = [f"{path}: keys must be str, but {key!r} was given" for path, key in _strange_keys(options)]
-    for other, own in SPELLINGS.items():
-        source, key = _section(result, other, make=False)
+    for spelling, schema_path in SPELLINGS.items():
+        source, key = _section(result, spelling, make=False)
         if source is None or key not in source:
             continue
-        target, name = _section(result, own, make=True)
+        target, name = _section(result, schema_path, make=True)
         if target is None:
             continue  # the section is not a dict, which the schema will report
         if name in target:
-            wrong.append(f"{other}: is another name of {own}, which is given too: leave one of them out")
+            wrong.append(f"{spelling}: is another name of {schema_path}, which is given too: leave one of them out")
         target[name] = source.pop(key)
     return result, wrong
 
 
 def _copied(value: Any) -> Any:
+    """Returns nested dicts as new ones, without keys that are not str, and NumPy's numbers as Python's."""
     if isinstance(value, np.generic):
         return value.item()
     if not isinstance(value, Mapping):
@@ -65,6 +66,13 @@ def _strange_keys(options: Mapping[Any, Any], path: str = "") -> Iterator[tuple[
 
 
 def _section(options: dict[Any, Any], path: str, make: bool) -> tuple[dict[Any, Any] | None, str]:
+    """Returns the dict with the last key of a path, and that key; None if there is no such dict.
+
+    Args:
+        options: The options.
+        path: The dotted path.
+        make: Whether to add missing sections.
+    """
     *sections, key = path.split(".")
     here: Any = options
     for name in sections:
@@ -74,7 +82,7 @@ def _section(options: dict[Any, Any], path: str, make: bool) -> tuple[dict[Any, 
     return here, key
 
 
-def conflicts(document: Mapping[str, Any], given: Collection[str]) -> Iterator[str]:
+def conflicts(document: Mapping[str, Any], user_paths: Collection[str]) -> Iterator[str]:
     """Yields messages about conflicts between values that are valid by themselves; each starts with a dotted path.
 
     Args:
@@ -84,8 +92,8 @@ def conflicts(document: Mapping[str, Any], given: Collection[str]) -> Iterator[s
     yield from _clipping(document["utils"])
     yield from _paths(document["debug"]["graph_save_paths"])
     yield from _precision(document["mixed_precision"])
-    yield from _processes(document["distributed"], given)
-    yield from _reduction(document, given)
+    yield from _processes(document["distributed"], user_paths)
+    yield from _reduction(document, user_paths)
 
 
 def idle(document: Mapping[str, Any]) -> Iterator[str]:
@@ -139,26 +147,26 @@ def _precision(precision: Mapping[str, Any]) -> Iterator[str]:
         )
 
 
-def _processes(distributed: Mapping[str, Any], given: Collection[str]) -> Iterator[str]:
+def _processes(distributed: Mapping[str, Any], user_paths: Collection[str]) -> Iterator[str]:
     world = distributed["world_size"]
-    if "distributed.world_size" in given:  # otherwise it is known only when a trainer is created
+    if "distributed.world_size" in user_paths:  # otherwise it is known only when a trainer is created
         for key in ("world_rank", "local_rank"):
             if distributed[key] >= world:
                 yield f"distributed.{key}: {distributed[key]} must be below distributed.world_size, {world}"
         data = distributed["data_parallel_size"]
-        if "distributed.data_parallel_size" in given and data != world:
+        if "distributed.data_parallel_size" in user_paths and data != world:
             yield (
                 f"distributed.data_parallel_size: {data} must equal distributed.world_size, {world}, because all "
                 "processes share the data; leave it out"
             )
 
 
-def _reduction(document: Mapping[str, Any], given: Collection[str]) -> Iterator[str]:
+def _reduction(document: Mapping[str, Any], user_paths: Collection[str]) -> Iterator[str]:
     distributed = document["distributed"]
     if not distributed["enable_adasum"]:
         return
     world = distributed["world_size"]
-    if "distributed.world_size" in given and world & (world - 1):
+    if "distributed.world_size" in user_paths and world & (world - 1):
         yield (
             f"distributed.enable_adasum: Adasum combines processes in pairs, so their number must be a power of two, "
             f"but distributed.world_size is {world}"

@@ -1,9 +1,9 @@
-"""Says what is wrong with an option: what it must be, in words, and what the user probably meant."""
+"""Explains an invalid option: what it must be, in words, and what the user probably meant."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from functools import reduce
 from typing import Any
@@ -11,9 +11,9 @@ from typing import Any
 from ..core.errors import instead, shown
 from .checks import SPELLINGS
 
-__all__ = ["explained", "requirement", "shown_given"]
+__all__ = ["entries", "explained", "requirement", "shown_given"]
 
-# Settings of other trainers that are no option here.
+# Settings of other trainers -> the options for them here.
 _ELSEWHERE = {
     "bf16": "{'mixed_precision': {'enabled': True, 'dtype': 'bfloat16'}}",
     "fp16": "{'mixed_precision': {'enabled': True, 'dtype': 'float16'}}",
@@ -82,6 +82,7 @@ def listed(names: Iterable[str], word: str) -> str:
 
 
 def _limits(rules: Mapping[str, Any]) -> str:
+    """Returns the limits of a number, to be appended to its type."""
     if "min" in rules and "max" in rules:
         return f" from {rules['min']} to {rules['max']}"
     return f" of at least {rules['min']}" if "min" in rules else f" of at most {rules['max']}" if "max" in rules else ""
@@ -92,17 +93,18 @@ def _inner(rules: Mapping[str, Any], key: Any) -> Mapping[str, Any] | None:
     if rules["type"] == "list":
         entry: Mapping[str, Any] = rules["schema"]
         return entry
-    found: Mapping[str, Any] | None = rules["schema"].get(key) if "schema" in rules else rules["valuesrules"]
-    return found
+    entry_rules: Mapping[str, Any] | None = rules["schema"].get(key) if "schema" in rules else rules["valuesrules"]
+    return entry_rules
 
 
 def _value_hint(rules: Mapping[str, Any], value: Any) -> str:
+    """Returns a correction for a class, or for a misspelled value."""
     if isinstance(value, type):
         return f": {instead(value)}"
     if not isinstance(value, str) or "allowed" not in rules:
         return ""
     allowed = {name.lower(): name for name in rules["allowed"] if _digits(name) == _digits(value)}
-    close = get_close_matches(value.lower(), allowed, 1, 0.54)
+    close = get_close_matches(value.lower(), allowed, 1, 0.54)  # fp32 resembles float32 by 6 / 11
     return f": did you mean {allowed[close[0]]!r}?" if close else ""
 
 
@@ -118,7 +120,7 @@ def _known_options(schema: Mapping[str, Any], path: Sequence[Any]) -> str:
     word = key.rpartition(".")[2].lower()
     if word in _ELSEWHERE:
         return f"did you mean {_ELSEWHERE[word]}?"
-    places = {path.rpartition(".")[2]: path for path in _paths(schema)}
+    places = {path.rpartition(".")[2]: path for path, _ in entries(schema)}
     places |= {spelling.rpartition(".")[2]: path for spelling, path in SPELLINGS.items()}
     close = get_close_matches(word, places, 1, 0.75)
     if close:
@@ -126,13 +128,13 @@ def _known_options(schema: Mapping[str, Any], path: Sequence[Any]) -> str:
         nested = reduce(lambda inner, name: f"{{{name!r}: {inner}}}", reversed(place.split(".")), "...")
         is_elsewhere = "." in key or place.split(".")[:-1] != sections
         return f"did you mean {place}{f', as in {nested}' if is_elsewhere else ''}?"
-    known = listed((name for name in rules if not name.startswith("_")), "and")
-    return f"the options {'of ' + '.'.join(sections) if sections else 'and their sections'} are {known}"
+    alternatives = listed((name for name in rules if not name.startswith("_")), "and")
+    return f"the options {'of ' + '.'.join(sections) if sections else 'and their sections'} are {alternatives}"
 
 
-def _paths(schema: Mapping[str, Any], path: str = "") -> Iterable[str]:
-    """Yields the dotted paths of all sections and options."""
+def entries(schema: Mapping[str, Any], section: str = "") -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yields the dotted path and the rules of every section and option; a section precedes its options."""
     for key, rules in schema.items():
-        yield f"{path}{key}"
+        yield f"{section}{key}", rules
         if rules["type"] == "dict":
-            yield from _paths(rules.get("schema", {}), f"{path}{key}.")
+            yield from entries(rules.get("schema", {}), f"{section}{key}.")

@@ -118,8 +118,9 @@ class ModelDescription:
             )
         validator = _DescriptionValidator(load_schema("model_desc"))
         if not validator.validate(dict(model_desc)):
-            found = flatten_errors(validator.errors)
-            errors = "; ".join(f"{'.'.join(map(str, path))}: {message}" for path, message in found)
+            errors = "; ".join(
+                f"{'.'.join(map(str, path))}: {message}" for path, message in flatten_errors(validator.errors)
+            )
             raise ValueError(f"Invalid model_desc: {errors}. {_EXAMPLE[0].upper()}{_EXAMPLE[1:]}")
         self.inputs = tuple(InputDescription(name, FrozenList(shape)) for name, shape in model_desc["inputs"])
         self.outputs = tuple(
@@ -162,25 +163,25 @@ class ModelDescription:
             ValueError: If it is empty, or has an unknown name, the loss, or a repeated name; or if the loss is the only
                 described output.
         """
-        known = [output.name for output in self.outputs if not output.is_loss]
-        if not known:
+        names = [output.name for output in self.outputs if not output.is_loss]
+        if not names:
             raise ValueError(
                 "model_desc describes only the loss, so there is no output for inference: describe the prediction too"
             )
         if chosen is None:
-            return known
+            return names
         if not isinstance(chosen, (list, tuple)) or not all(isinstance(name, str) for name in chosen):
-            raise TypeError(f"output_names must be a list of names, but {shown(chosen)} was given: choose from {known}")
+            raise TypeError(f"output_names must be a list of names, but {shown(chosen)} was given: choose from {names}")
         if not chosen:
-            raise ValueError(f"output_names is empty: name at least one of {known}, or leave it out")
+            raise ValueError(f"output_names is empty: name at least one of {names}, or leave it out")
         if self.loss.name in chosen:
             raise ValueError(
                 f"output_names has the loss, {self.loss.name!r}, which needs the label and is not for inference: "
-                f"choose from {known}, or write all outputs with save_as_onnx()"
+                f"choose from {names}, or write all outputs with save_as_onnx()"
             )
-        wrong = [name for name in chosen if name not in known]
+        wrong = [name for name in chosen if name not in names]
         if wrong:
-            raise ValueError(f"output_names has unknown names {wrong}: choose from {known}")
+            raise ValueError(f"output_names has unknown names {wrong}: choose from {names}")
         if len(set(chosen)) < len(chosen):
             raise ValueError(f"output_names has a repeated name: {list(chosen)}")
         return list(chosen)
@@ -206,11 +207,11 @@ class ModelDescription:
             shapes: Input name -> shape.
             correct: Whether to replace the shape of an input with a different number of dimensions.
         """
-        known = self.to_dict()
+        description = self.to_dict()
         inputs = [(entry.name, _widened(entry, shapes.get(entry.name, entry.shape), correct)) for entry in self.inputs]
-        if inputs == known["inputs"]:
+        if inputs == description["inputs"]:
             return self
-        return ModelDescription({**known, "inputs": inputs}, self.inferred, self.corrected or correct)
+        return ModelDescription({**description, "inputs": inputs}, self.inferred, self.corrected or correct)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the description as a dict in the form that users give."""
@@ -227,12 +228,13 @@ class ModelDescription:
         return f"ModelDescription(inputs={self.inputs!r}, outputs={self.outputs!r})"
 
 
-def _widened(entry: InputDescription, given: tuple[int | str, ...], correct: bool) -> list[int | str]:
-    known = list(entry.shape)
-    if len(given) == len(known):
-        pairs = enumerate(zip(known, given, strict=True))
+def _widened(entry: InputDescription, batch_shape: tuple[int | str, ...], correct: bool) -> list[int | str]:
+    """Returns an input's shape in which the sizes that differ from a batch's are dynamic."""
+    described_shape = list(entry.shape)
+    if len(batch_shape) == len(described_shape):
+        pairs = enumerate(zip(described_shape, batch_shape, strict=True))
         return [f"{entry.name}_{axis}" if isinstance(old, int) and old != new else old for axis, (old, new) in pairs]
     if not correct:
-        return known
-    pairs_of_both = itertools.zip_longest(known[: len(given)], given)
+        return described_shape
+    pairs_of_both = itertools.zip_longest(described_shape[: len(batch_shape)], batch_shape)
     return [old if isinstance(old, str) else new for old, new in pairs_of_both]

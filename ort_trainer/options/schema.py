@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import cerberus
 
 from .checks import SPELLINGS
-from .explain import shown_given
+from .explain import entries, shown_given
 
 __all__ = [
     "ListedOption",
@@ -43,7 +43,11 @@ def load_schema(name: str) -> dict[str, Any]:
 
 
 class SchemaValidator(cerberus.Validator):  # type: ignore[misc]
-    """A cerberus validator with the additional rules of this package's schemas."""
+    """A cerberus validator with the additional rules of this package's schemas.
+
+    cerberus finds methods by name: ``_check_with_positive`` for ``check_with: positive`` in a schema, and
+    ``_normalize_coerce_path`` for ``coerce: path``.
+    """
 
     types_mapping = cerberus.Validator.types_mapping.copy()
     types_mapping["callable"] = cerberus.TypeDefinition("callable", (object,), ())
@@ -77,20 +81,20 @@ def beyond_default(schema: Mapping[str, Any], document: Mapping[str, Any]) -> It
         value, meta = reduce(getitem, path.split("."), document), rules["meta"]
         if "only_default" in meta and value != rules["default"]:
             only = f"can't be changed from {rules['default']!r}, because other values have no effect: "
-            own = meta.get("refused", meta.get("idle", ""))
+            template = meta.get("refused", meta.get("idle", ""))
             harmless = "refused" not in meta
-            message = own.format(value) or only + meta["only_default"]
+            message = template.format(value) or only + meta["only_default"]
             yield path, message + shown_given(value) if harmless else message, harmless
 
 
 def flatten_errors(errors: Mapping[Any, Any], path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], str]]:
     """Yields every (keys, message) of a cerberus error tree, in the tree's order."""
-    for key, entries in errors.items():
-        for entry in entries:
-            if isinstance(entry, Mapping):
-                yield from flatten_errors(entry, (*path, key))
+    for key, children in errors.items():
+        for child in children:
+            if isinstance(child, Mapping):
+                yield from flatten_errors(child, (*path, key))
             else:
-                yield (*path, key), str(entry)
+                yield (*path, key), str(child)
 
 
 class ListedOption(NamedTuple):
@@ -115,14 +119,11 @@ class ListedOption(NamedTuple):
     spellings: tuple[str, ...]
 
 
-def leaves(schema: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Mapping[str, Any]]]:
+def leaves(schema: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yields the dotted path and the rules of every option."""
-    for key, rules in schema.items():
-        here = f"{path}.{key}" if path else key
-        if "schema" in rules and rules["type"] == "dict":
-            yield from leaves(rules["schema"], here)
-        else:
-            yield here, rules
+    for path, rules in entries(schema):
+        if rules["type"] != "dict" or "schema" not in rules:  # not a section
+            yield path, rules
 
 
 def listed_options() -> list[ListedOption]:
@@ -141,5 +142,5 @@ def _listed(key: str, rules: Mapping[str, Any]) -> ListedOption:
         allowed=tuple(str(value) for value in allowed),
         state=rules["meta"].get("state", "only the default" if "only_default" in rules["meta"] else "works"),
         meaning=rules["meta"]["doc"],
-        spellings=tuple(spelling for spelling, own in SPELLINGS.items() if own == key),
+        spellings=tuple(spelling for spelling, path in SPELLINGS.items() if path == key),
     )

@@ -40,13 +40,13 @@ class Section:
     _sections: ClassVar[Mapping[str, type[Section]]] = {}
 
     def __init_subclass__(cls) -> None:
-        # Annotations are texts here; those that name a class of their module are sections in this one.
-        known, own = vars(sys.modules[cls.__module__]), vars(cls).get("__annotations__", {})
-        cls._sections = {**cls._sections, **{key: known[kind] for key, kind in own.items() if kind in known}}
+        # Annotations are strings because of the __future__ import; those that name a class of the module are sections.
+        names, annotations = vars(sys.modules[cls.__module__]), vars(cls).get("__annotations__", {})
+        cls._sections = {**cls._sections, **{key: names[kind] for key, kind in annotations.items() if kind in names}}
 
     def __init__(self, values: Mapping[str, Any]) -> None:
-        own = {key: self._sections.get(key, _freeze)(value) for key, value in values.items()}
-        vars(self).update(own, _names=tuple(own))
+        attributes = {key: self._sections.get(key, _freeze)(value) for key, value in values.items()}
+        vars(self).update(attributes, _names=tuple(attributes))
 
     if not TYPE_CHECKING:  # so that type checkers report unknown options, and settings of known ones
 
@@ -90,6 +90,7 @@ class Section:
 
 
 def _freeze(value: Any) -> Any:
+    """Returns a value in an immutable form."""
     if isinstance(value, Mapping):
         return MappingProxyType({key: _freeze(entry) for key, entry in value.items()})
     return FrozenList(value) if isinstance(value, (list, tuple, set)) else value

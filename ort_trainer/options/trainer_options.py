@@ -101,14 +101,14 @@ class ORTTrainerOptions(Options):
                 f"{was_given(options)}"
             )
         document, errors = respelled(options)
-        given = frozenset(_paths(document))
+        user_paths = frozenset(_paths(document))
         validator = _OptionsValidator(_SCHEMA)
         valid = validator.validate(document)
         # cerberus may report several errors of one value, in its own words.
         wrong = dict.fromkeys(path for path, _ in flatten_errors(validator.errors))
         errors += [explained(_SCHEMA, path, document) for path in wrong]
         if valid:
-            errors += conflicts(validator.document, given)
+            errors += conflicts(validator.document, user_paths)
             for path, message, harmless in beyond_default(_SCHEMA, validator.document):
                 message = f"{path}: {message}"
                 errors += [] if harmless and self.tolerates(message) else [message]
@@ -124,11 +124,11 @@ class ORTTrainerOptions(Options):
             )
             document["_internal_use"]["onnx_opset_version"] = MINIMUM_OPSET
         Section.__init__(self, document)
-        vars(self)["_given"] = given
+        vars(self)["_given"] = user_paths
 
     @classmethod
     def of(cls, options: ORTTrainerOptions | OptionsDict | None) -> ORTTrainerOptions:
-        """Returns options that a user may give as such, as a dict, or as None.
+        """Returns the options of a user, who may pass ORTTrainerOptions, a dict, or None.
 
         Raises:
             TypeError, ValueError: As the constructor.
@@ -146,22 +146,22 @@ class ORTTrainerOptions(Options):
 
     def is_default(self, path: str) -> bool:
         """Returns whether the setting at this dotted path has its default value."""
-        found = reduce(getattr, path.split("."), self)
-        return bool(found == _DEFAULTS[path])
+        value = reduce(getattr, path.split("."), self)
+        return bool(value == _DEFAULTS[path])
 
     def changed(self, changes: Mapping[str, Mapping[str, Any]]) -> ORTTrainerOptions:
         """Returns options with other values in some sections, validated again."""
-        given = self._given_values()
+        user_options = self._given_values()
         for name, values in changes.items():
-            given[name] = {**given.get(name, {}), **values}
-        return type(self)(given)
+            user_options[name] = {**user_options.get(name, {}), **values}
+        return type(self)(user_options)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self._given_values(),)
 
     def _given_values(self) -> Any:
         """Returns the options that the user gave, as a new dict."""
-        given: Any = {}
+        user_options: Any = {}
         for path in sorted(self._given):
             *sections, key = path.split(".")
             section: Any = self
@@ -169,11 +169,11 @@ class ORTTrainerOptions(Options):
                 section = getattr(section, name) if isinstance(section, Section) else None
             value = getattr(section, key) if isinstance(section, Section) else None
             if isinstance(section, Section) and not isinstance(value, Section):
-                inner = given
+                inner = user_options
                 for name in sections:
                     inner = inner.setdefault(name, {})
                 inner[key] = thawed(value)
-        return given
+        return user_options
 
     def to_dict(self) -> OptionsDict:  # type: ignore[override] # a more exact type of the same dict
         """Returns all settings, including defaults, as new nested dicts and lists."""
@@ -191,9 +191,9 @@ class ORTTrainerOptions(Options):
         return result
 
     def tolerates(self, message: str) -> bool:
-        """Returns whether training goes on after a mistake without harm, such as an option without effect: no.
+        """Returns whether to accept a harmless mistake, such as an option without effect; here it never is.
 
-        The options of old scripts override this, as the legacy trainer ignored such mistakes: they warn, and it does.
+        The options of legacy scripts override this method: they warn and accept it, because the legacy trainer did.
 
         Args:
             message: What is wrong, and what to do.
@@ -222,6 +222,7 @@ class ORTTrainerOptions(Options):
 
 
 def _paths(options: Mapping[str, Any], path: str = "") -> Iterator[str]:
+    """Yields the dotted paths of all sections and options in a user's dict."""
     for key, value in options.items():
         here = f"{path}.{key}" if path else str(key)
         yield here

@@ -32,7 +32,7 @@ def write_trace(path: Path, steps: Sequence[MeasuredStep], origins: GraphOrigins
     events = list(_events(steps, origins))
     first = min(event["ts"] for event in events)
     for event in events:
-        event["ts"] = (event["ts"] - first) / 1000
+        event["ts"] = (event["ts"] - first) / 1000  # the format has microseconds
         event["dur"] /= 1000
     names = [("process_name", 0, "ort_trainer"), ("thread_name", _MAIN, "train_step")]
     named: list[dict[str, Any]] = [
@@ -72,7 +72,7 @@ def _events(steps: Sequence[MeasuredStep], origins: GraphOrigins) -> Iterator[di
 
 def _run_events(run: TimedRun, origins: GraphOrigins) -> Iterator[dict[str, Any]]:
     """Yields the modules and the operators of a run; consecutive operators of a module make one event of it."""
-    known = origins.of(run.graph)
+    graph_origins = origins.of(run.graph)
     tracks: dict[int, int] = {0: _MAIN}
     around: list[dict[str, Any]] = []
     calls = [operation for operation in run.operations if not operation.is_part]
@@ -80,7 +80,7 @@ def _run_events(run: TimedRun, origins: GraphOrigins) -> Iterator[dict[str, Any]
         # The session's threads in order of first use; the first is the caller's.
         track = tracks.setdefault(operation.thread, _MAIN if len(tracks) == 1 else len(tracks))
         end = operation.start + operation.duration
-        place = known.place(operation.node, operation.step) if operation.node else None
+        place = graph_origins.place(operation.node, operation.step) if operation.node else None
         if track == _MAIN:
             yield from _enter(around, _scopes(place), operation.start)
             for event in around:

@@ -64,13 +64,13 @@ class GraphOrigins:
     """The origins of several graphs, each parsed once."""
 
     def __init__(self) -> None:
-        self._known: dict[int, Origins] = {}
+        self._origins: dict[int, Origins] = {}
 
     def of(self, graph: Step) -> Origins:
         """Returns the origins of a graph."""
-        if id(graph) not in self._known:
-            self._known[id(graph)] = Origins.from_text(graph.origins)
-        return self._known[id(graph)]
+        if id(graph) not in self._origins:
+            self._origins[id(graph)] = Origins.from_text(graph.origins)
+        return self._origins[id(graph)]
 
 
 def fill(profile: Profile, steps: Sequence[MeasuredStep], origins: GraphOrigins, remarks: Sequence[str]) -> None:
@@ -116,10 +116,10 @@ class _Sums:
         self._kinds: dict[str, str] = {}
         for step in steps:
             for run in step.runs:
-                known = origins.of(run.graph)
-                self._kinds.update(known.modules)
+                graph_origins = origins.of(run.graph)
+                self._kinds.update(graph_origins.modules)
                 for operation in run.operations:
-                    self._add(operation, known)
+                    self._add(operation, graph_origins)
 
     def mean(self, nanoseconds: float) -> float:
         """Returns the milliseconds per step of a sum over all steps."""
@@ -142,14 +142,15 @@ class _Sums:
         """Returns the modules in the order of the model, followed by everything outside of them."""
         order = [path for path in self._kinds if path in self._modules]
         order += [path for path in self._modules if path not in self._kinds]
-        found = []
+        times = []
         for path in order:
             forward, backward = self._modules[path]
             share = (forward + backward) / self.total
-            found.append(ModuleTime(path, self._kinds.get(path, ""), self.mean(forward), self.mean(backward), share))
-        return tuple(found)
+            times.append(ModuleTime(path, self._kinds.get(path, ""), self.mean(forward), self.mean(backward), share))
+        return tuple(times)
 
     def _add(self, operation: Operation, origins: Origins) -> None:
+        """Adds an operation to the sums of its operator, of its module, and of all modules around that."""
         name, spent = operation.name, operation.duration
         self.operators[name] = self.operators.get(name, 0) + spent
         self._calls[name] = self._calls.get(name, 0) + (not operation.is_part)

@@ -74,10 +74,10 @@ class Profiler:
         """Returns a plan that does the same and measures itself."""
         return self._timing.plan(plan, self._current.start)
 
-    def update(self, function: Callable[..., Result], **given: Any) -> Result:
+    def update(self, function: Callable[..., Result], **arguments: Any) -> Result:
         """Measures a call of a function that updates the weights."""
         start = perf_counter_ns()
-        result = function(**given)
+        result = function(**arguments)
         self._current.updates.append((start, perf_counter_ns()))
         return result
 

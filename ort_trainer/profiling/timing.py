@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Operation", "TimedRun", "Timing"]
 
+# Events of ONNX Runtime's profiler: the suffix of those of kernels, and the name of those of runs.
 _KERNEL = "_kernel_time"
 _RUN = "model_run"
 
@@ -134,25 +135,26 @@ class _TimedRunner(GraphRunner):
         self._draw = self._timed_draw
 
     def run(
-        self, plan: Plan, batch: Mapping[str, torch.Tensor], **given: Any
+        self, plan: Plan, batch: Mapping[str, torch.Tensor], **arguments: Any
     ) -> tuple[dict[str, torch.Tensor], Mapping[str, torch.Tensor]]:
         """Runs the graph once; see the base class."""
         run = self._current = TimedRun(self.step, perf_counter_ns())
-        found = super().run(plan, batch, **given)  # type: ignore[safe-super] # it is a mixin
+        results = super().run(plan, batch, **arguments)  # type: ignore[safe-super] # it is a mixin
         run.end = perf_counter_ns()
         self._timing.runs.append(run)
-        return found
+        return results
 
     def _timed_draw(
         self, wanted: Sequence[tuple[RandomInput, tuple[int, ...]]], generator: torch.Generator | None
     ) -> list[torch.Tensor]:
+        """Draws the random numbers of a run, and records how long that takes."""
         start = perf_counter_ns()
         drawn = self._memory.draw(wanted, generator)
         self._current.operations.append(Operation("random numbers", start, perf_counter_ns() - start))
         return drawn
 
     def function(self, plan: Plan) -> Callable[..., Any] | None:
-        """Returns what takes the place of a plan's function."""
+        """Returns the function of a measured plan."""
         return plan.function
 
     def collect(self) -> None:
@@ -169,29 +171,30 @@ class _TimedPrograms(_TimedRunner, ProgramRunner):
         self._recorded: list[tuple[TimedRun, list[int]]] = []
 
     def function(self, plan: Plan) -> Callable[..., Any]:
-        """Returns what takes the place of a plan's function."""
+        """Returns the function of a measured plan."""
         timed = self.compiled(plan.results, timed=True)
         return lambda values: timed(values, self._marks.append)
 
     def run(
-        self, plan: Plan, batch: Mapping[str, torch.Tensor], **given: Any
+        self, plan: Plan, batch: Mapping[str, torch.Tensor], **arguments: Any
     ) -> tuple[dict[str, torch.Tensor], Mapping[str, torch.Tensor]]:
         """Runs the graph once; see the base class."""
         self._marks = []
-        found = super().run(plan, batch, **given)
+        results = super().run(plan, batch, **arguments)
         self._recorded.append((self._current, self._marks))
-        return found
+        return results
 
     def collect(self) -> None:
         """Fills in the operations of the runs."""
         for run, marks in self._recorded:
-            given = iter(marks)
+            times = iter(marks)
             for call in self.calls:
-                run.operations += _operations(call, given)
+                run.operations += _operations(call, times)
             run.is_complete = True
 
 
 def _operations(call: Call, marks: Iterator[int]) -> Iterator[Operation]:
+    """Yields the operations of a call of a program, from the times at its start and after each step."""
     names: list[str] = []
     start = next(marks)
     for step, (target, args, _) in enumerate(call.program.steps):
@@ -220,11 +223,11 @@ class _TimedSession(_TimedRunner, SessionRunner):
         self._is_new = True
 
     def run(
-        self, plan: Plan, batch: Mapping[str, torch.Tensor], **given: Any
+        self, plan: Plan, batch: Mapping[str, torch.Tensor], **arguments: Any
     ) -> tuple[dict[str, torch.Tensor], Mapping[str, torch.Tensor]]:
         """Runs the graph once; see the base class."""
         self._is_new = not plan.bindings
-        return super().run(plan, batch, **given)
+        return super().run(plan, batch, **arguments)
 
     def _launch(self, binding: Any, options: RunOptions | None) -> None:
         if self._is_new:
@@ -244,12 +247,13 @@ class _TimedSession(_TimedRunner, SessionRunner):
             self._fill(events)
 
     def _fill(self, events: list[dict[str, Any]]) -> None:
+        """Fills in the operations of the runs from ONNX Runtime's events, whose times are microseconds."""
         runs = [event for event in events if event["name"] == _RUN]
         starts = [event["ts"] for event in runs]
         nodes: list[list[dict[str, Any]]] = [[] for _ in runs]
         for event in events:
             index = bisect.bisect_right(starts, event.get("ts", 0)) - 1
-            # After the last run there may be the beginning of one whose end exceeded the profiler's limit.
+            # The profiler's limit may cut off the last run: its first kernels are recorded, but not the run itself.
             if event["name"].endswith(_KERNEL) and index >= 0 and event["ts"] <= starts[index] + runs[index]["dur"]:
                 nodes[index].append(event)
         # A failed run has an event, too.
@@ -270,14 +274,14 @@ class _TimedSession(_TimedRunner, SessionRunner):
 
 def _own_times(events: list[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], int]]:
     """Yields events with their durations, excluding those of nested events: an If or a Loop runs graphs."""
-    own = {id(event): event["dur"] for event in events}
+    durations = {id(event): event["dur"] for event in events}
     around: list[dict[str, Any]] = []
     for event in sorted(events, key=lambda event: (event["ts"], -event["dur"])):
         while around and event["ts"] + event["dur"] > around[-1]["ts"] + around[-1]["dur"]:
             around.pop()
         if around:
-            own[id(around[-1])] -= event["dur"]
+            durations[id(around[-1])] -= event["dur"]
         if event["args"]["op_name"] in ("If", "Loop", "Scan"):
             around.append(event)
     for event in events:
-        yield event, max(own[id(event)], 0)
+        yield event, max(durations[id(event)], 0)

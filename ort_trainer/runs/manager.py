@@ -105,7 +105,7 @@ class CheckpointManager:
             raise NotADirectoryError(f"the checkpoint directory {str(self.directory)!r} is a file: choose another one")
         self.directory.mkdir(parents=True, exist_ok=True)
         self._ours = overwrite  # whether the existing checkpoints belong to this run
-        self._known: dict[Path, tuple[tuple[int, int, int], SavedCheckpoint | None]] = {}
+        self._cache: dict[Path, tuple[tuple[int, int, int], SavedCheckpoint | None]] = {}
         self._background = _Background()
 
     def __enter__(self) -> CheckpointManager:
@@ -126,20 +126,20 @@ class CheckpointManager:
         A checkpoint that is still being written is missing here, and in :attr:`latest` and :attr:`best`, until
         :meth:`wait`.
         """
-        found = [self._look_at(path) for path in self.directory.glob(_PATTERN)]
-        return sorted((entry for entry in found if entry is not None), key=lambda entry: (entry.number, entry.step))
+        described = [self._look_at(path) for path in self.directory.glob(_PATTERN)]
+        return sorted((entry for entry in described if entry is not None), key=lambda entry: (entry.number, entry.step))
 
     @property
     def latest(self) -> Path | None:
         """The path of the newest checkpoint; None if there is none."""
-        found = self.checkpoints
-        return found[-1].path if found else None
+        checkpoints = self.checkpoints
+        return checkpoints[-1].path if checkpoints else None
 
     @property
     def best(self) -> Path | None:
         """The path of the checkpoint with the best value of ``keep_best``'s metric; None if no checkpoint has it."""
-        found = _best_of(self.checkpoints, self.keep_best)
-        return None if found is None else found.path
+        best = _best_of(self.checkpoints, self.keep_best)
+        return None if best is None else best.path
 
     def save(
         self,
@@ -191,8 +191,8 @@ class CheckpointManager:
             user, places = copied(user), copied(places)
 
         def write(state: State) -> None:
-            found = to_state_dict(state, copy=self.async_save)
-            save = partial(self._write, self._path(trainer), found, user, numbers, places)
+            state_dict = to_state_dict(state, copy=self.async_save)
+            save = partial(self._write, self._path(trainer), state_dict, user, numbers, places)
             save() if not self.async_save else self._background.start(save)
 
         training_state.save(trainer.loop, True, write)
@@ -229,8 +229,8 @@ class CheckpointManager:
         if trainer.world_rank == 0:
             remove_abandoned(self.directory, _PATTERN)
             remove_abandoned(self.directory, "latest")
-        own = [entry.name for entry in self._candidates()] if path is None else [os.fspath(path)]
-        names = _agree(trainer, failure, {"names": own})[0]["names"]
+        candidates = [entry.name for entry in self._candidates()] if path is None else [os.fspath(path)]
+        names = _agree(trainer, failure, {"names": candidates})[0]["names"]
         reasons = []
         for name in names:
             file = self.directory / name if path is None else Path(name)
@@ -241,7 +241,7 @@ class CheckpointManager:
                     raise
                 reasons.append(str(error))
                 with contextlib.suppress(OSError):
-                    self._known[file] = (_version(file), None)
+                    self._cache[file] = (_version(file), None)
                 if trainer.world_rank == 0:
                     warn(f"skipping the checkpoint {str(file)!r}: {error}")
                 continue
@@ -281,12 +281,12 @@ class CheckpointManager:
         """
         if self._ours:
             return
-        found = [entry.path for entry in self.checkpoints]
-        found = found or sorted(path for path in self.directory.glob(_PATTERN) if _is_foreign(path))
-        if found:
+        existing = [entry.path for entry in self.checkpoints]
+        existing = existing or sorted(path for path in self.directory.glob(_PATTERN) if _is_foreign(path))
+        if existing:
             raise FileExistsError(
-                f"{str(self.directory)!r} has checkpoints of another run, such as {found[-1].name!r}: continue it with "
-                "resume(), choose another directory, or pass CheckpointManager(..., overwrite=True)"
+                f"{str(self.directory)!r} has checkpoints of another run, such as {existing[-1].name!r}: continue it "
+                "with resume(), choose another directory, or pass CheckpointManager(..., overwrite=True)"
             )
 
     def _path(self, trainer: Trainer) -> Path:
@@ -311,7 +311,7 @@ class CheckpointManager:
         return numbers
 
     def _candidates(self) -> list[Path]:
-        """Returns all files in order of preference: unreadable ones (to be reported), the newest, those of others."""
+        """Returns all files in order of preference: unreadable ones (to be reported), the newest, foreign ones."""
         readable = [entry.path for entry in reversed(self.checkpoints)]
         others = {*self.directory.glob(_PATTERN)} - {*readable}
         foreign = {path for path in others if _is_foreign(path)}
@@ -322,33 +322,39 @@ class CheckpointManager:
         """Returns a file's description, cached; None if it is damaged or was not saved by a manager."""
         try:
             now = _version(path)
-            known = self._known.get(path)
-            if known is None or known[0] != now:
-                self._known[path] = known = (now, _described(path))
-            return known[1]
+            cached = self._cache.get(path)
+            if cached is None or cached[0] != now:
+                self._cache[path] = cached = (now, _described(path))
+            return cached[1]
         except OSError:  # the file was removed meanwhile, or can't be read
             return None
 
     def _write(
         self, path: Path, state: dict[str, Any], user: Mapping[str, Any], metrics: dict[str, float], places: list[Any]
     ) -> None:
+        """Writes a checkpoint, points ``latest`` to it, and removes outdated checkpoints."""
         before = self.checkpoints
         if before and before[-1].path == path and not metrics:
             metrics = dict(before[-1].metrics)  # the same step saved again, perhaps at the end of a run
         number = before[-1].number + 1 if before else 1
         run = {"number": number, "step": state["train_step_info"]["step"], "metrics": metrics}
         parts = {_RUN: run, _POSITION: {"places": places}}
-        like = before[-1].path if before else None  # private checkpoints are followed by private ones
+        like = before[-1].path if before else None  # so that private checkpoints stay private
         save_checkpoint_file(path, state, user, overwrite=True, parts=parts, like=like)
-        found = self.checkpoints
+        checkpoints = self.checkpoints
         with atomic_path(self.directory / "latest") as temporary:
-            temporary.write_text(found[-1].path.name + "\n", encoding="utf-8")
-        kept = found if self.keep_last is None else [*found[-self.keep_last :], _best_of(found, self.keep_best)]
-        for entry in found:
+            temporary.write_text(checkpoints[-1].path.name + "\n", encoding="utf-8")
+        kept = (
+            checkpoints
+            if self.keep_last is None
+            else [*checkpoints[-self.keep_last :], _best_of(checkpoints, self.keep_best)]
+        )
+        for entry in checkpoints:
             if entry not in kept:
                 entry.path.unlink(missing_ok=True)
 
     def _load(self, trainer: Trainer, position: Position | None, path: Path) -> dict[str, Any]:
+        """Restores a checkpoint and the position in the data; fails in all processes if it fails in one."""
         if trainer.world_size > 1:
             _check_in_all(trainer, path)
         place: Mapping[str, Any] = {}
@@ -362,7 +368,7 @@ class CheckpointManager:
         if position is not None:
             position.load_state_dict(place)
         elif place.get("random"):
-            restore(place["random"], None, own=False)
+            restore(place["random"], None, with_loader=False)
         return user
 
 
@@ -395,14 +401,14 @@ def _place(path: Path, trainer: Trainer, position: Position | None) -> Mapping[s
         raise CheckpointError(f"{str(path)!r} is damaged: invalid position in the data: {error!r}") from error
 
 
-def _best_of(found: Sequence[SavedCheckpoint], keep_best: tuple[str, str] | None) -> SavedCheckpoint | None:
+def _best_of(checkpoints: Sequence[SavedCheckpoint], keep_best: tuple[str, str] | None) -> SavedCheckpoint | None:
     """Returns the first checkpoint with the best value of a metric; ignores checkpoints where it is missing or NaN."""
     if keep_best is None:
         return None
     name, mode = keep_best
     sign = -1 if mode == "max" else 1
-    able = [entry for entry in found if not math.isnan(entry.metrics.get(name, math.nan))]
-    return min(able, key=lambda entry: sign * entry.metrics[name], default=None)
+    comparable = [entry for entry in checkpoints if not math.isnan(entry.metrics.get(name, math.nan))]
+    return min(comparable, key=lambda entry: sign * entry.metrics[name], default=None)
 
 
 def _version(path: Path) -> tuple[int, int, int]:
@@ -445,13 +451,13 @@ def _agree(trainer: Trainer, failure: Exception | None, values: Mapping[str, Any
 
 def _check_in_all(trainer: Trainer, path: Path) -> None:
     """Raises in all processes if the file is damaged in one of them; each may have its own disk."""
-    said, name = "", repr(str(path))
+    damage, name = "", repr(str(path))
     try:
         with path.open("rb") as file:
             verify(file, read_header(file, name), name)
     except (CheckpointError, OSError) as error:
-        said = str(error)
-    rows = trainer.gather({"damaged": said})
+        damage = str(error)
+    rows = trainer.gather({"damaged": damage})
     damaged = [f"rank {rank}: {row['damaged']}" for rank, row in enumerate(rows) if row["damaged"]]
     if damaged:
         raise CheckpointError("; ".join(damaged))
@@ -490,5 +496,6 @@ class _Background:
 
 
 def _report(errors: list[Exception]) -> None:
+    """Prints the errors that nobody retrieved before the manager is gone."""
     for error in errors:
         print(f"ort_trainer: a checkpoint was not saved: {type(error).__name__}: {error}", file=sys.stderr)

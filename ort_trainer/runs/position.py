@@ -121,7 +121,7 @@ class Position:
         Raises:
             ValueError: If the loader has fewer batches than were completed.
         """
-        loader, done, given, restored = self.loader, self.batch, self._pending, self._restored
+        loader, done, loader_state, restored = self.loader, self.batch, self._pending, self._restored
         if self._ended:
             if self._random is not None:
                 restore(self._random, loader)
@@ -129,12 +129,12 @@ class Position:
         self.begin_epoch()
         self._begun, self._used = False, True
         set_epoch(loader, self.epoch - 1)
-        rest = self._begin_with(given) if given is not None else iter(loader)
-        for number in range(done if given is None else 0):
+        rest = self._begin_with(loader_state) if loader_state is not None else iter(loader)
+        for number in range(done if loader_state is None else 0):
             if next(rest, _END) is _END:
                 raise ValueError(f"the loader has {number} batches, but the checkpoint was saved after {done}")
         if done and self._random is not None:  # the loop may have drawn numbers between batches
-            restore(self._random, loader, own=given is not None)
+            restore(self._random, loader, with_loader=loader_state is not None)
         for batch in rest:
             yield batch
             if self._restored != restored:
@@ -195,6 +195,7 @@ class Position:
         return {"position": state}
 
     def _state_of_loader(self) -> Any:
+        """Returns the loader's own state for a checkpoint; None if it has none at this moment."""
         if self._pending is not None or not self._used or not _has_state(self.loader):
             return self._pending
         if self._loading:  # the loader is between two batches
@@ -300,24 +301,24 @@ def _capture(loader: Any) -> dict[str, Any]:
     }
 
 
-def restore(state: Mapping[str, Any], loader: Any, own: bool = True) -> None:
+def restore(state: Mapping[str, Any], loader: Any, with_loader: bool = True) -> None:
     """Restores what :func:`_capture` returned; accepts lists in place of its tuples, as read from a checkpoint.
 
     Args:
         state: The state.
         loader: The loader that it was captured with.
-        own: Whether to restore the loader's own generators too.
+        with_loader: Whether to restore the loader's own generators too.
 
     Raises:
         ValueError: If the loader has a different number of generators.
     """
-    if own:
+    if with_loader:
         _check_loader(state, loader)
     torch.set_rng_state(state["torch"].clone())  # PyTorch crashes on unaligned memory, as in a mapped file
     np.random.set_state(state["numpy"])
     version, numbers, gauss = state["python"]
     random.setstate((version, tuple(numbers), gauss))
-    for generator, value in zip(_generators(loader) if own else (), state["loader"], strict=False):
+    for generator, value in zip(_generators(loader) if with_loader else (), state["loader"], strict=False):
         generator.set_state(value.clone())
 
 
@@ -339,5 +340,5 @@ def _generators(loader: Any) -> Iterator[torch.Generator]:
     """Yields the generators of a loader and its samplers."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     owners = (loader, getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))
-    found = {id(generator): generator for owner in owners if (generator := getattr(owner, "generator", None))}
-    yield from (generator for generator in found.values() if isinstance(generator, torch.Generator))
+    generators = {id(generator): generator for owner in owners if (generator := getattr(owner, "generator", None))}
+    yield from (generator for generator in generators.values() if isinstance(generator, torch.Generator))

@@ -73,6 +73,7 @@ class StopSignals:
             signal.signal(number, handler)
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
+        """Handles a signal: records the request to stop, or gives the signal its usual effect."""
         child, interrupt = os.getpid() != self._process, number == signal.SIGINT
         if child and interrupt:
             return  # Ctrl-C also reaches the DataLoader's worker processes, which the loop still needs
@@ -95,8 +96,8 @@ def _names(signals: Iterable[str]) -> list[str]:
 def _number(name: str) -> int:
     """Returns the number of a signal that a process can handle."""
     # Windows has few signals, and lists others that can only be sent (CTRL_C_EVENT).
-    known = {each.name for each in signal.Signals if each.name.startswith("SIG")} - {"SIGKILL", "SIGSTOP"}
-    if not isinstance(name, str) or name not in known:
-        examples = [each for each in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP", "SIGBREAK") if each in known]
+    supported = {each.name for each in signal.Signals if each.name.startswith("SIG")} - {"SIGKILL", "SIGSTOP"}
+    if not isinstance(name, str) or name not in supported:
+        examples = [each for each in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP", "SIGBREAK") if each in supported]
         raise ValueError(f"{shown(name)} is not a signal that can be handled, such as {', '.join(map(repr, examples))}")
     return int(signal.Signals[name])

@@ -1,4 +1,4 @@
-"""What a device's state, of training with the models of an export, has other than the state of a trainer."""
+"""Converts states between a trainer and a device, which trains with the models of an export."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ def for_device(state: State, optimizer: dict[str, Array], trainable: Sequence[st
         size = state.trainer_options["gradient_accumulation_steps"]
         divisor = divisor * (window["weight"] / window["unit"]) / max(1, count) * size
     for name, slots in state.by_parameter().items():
-        # The models have no state for parameters that are no longer updated, so a state other than the initial is lost.
+        # The models keep no state of parameters that they don't update, so any but the initial state is lost.
         if name and name not in trainable and all(_is_initial(slot, value) for slot, value in slots.items()):
             idle[name] = list(slots)
     random = None
     if state.random is not None and state.random.nbytes == _TORCH.itemsize:  # no other device has this generator
         random = random_to_numpy(state.random)
-    found = State(
+    device_state = State(
         parameters=state.parameters,
         trainable=list(trainable),
         buffers=state.buffers,
@@ -62,10 +62,10 @@ def for_device(state: State, optimizer: dict[str, Array], trainable: Sequence[st
         schedule=state.schedule,
     )
     if "torch_optimizer" in state.objects:  # the trainer can't take the optimizer's state back
-        return found
+        return device_state
     values = {**state.parameters, **state.buffers}
     return dataclasses.replace(
-        found,
+        device_state,
         transient={name: name for name in state.transient if name in values},
         idle=idle,
         window={key: window[key] for key in ("reduction", "assigned_size")},
@@ -74,6 +74,7 @@ def for_device(state: State, optimizer: dict[str, Array], trainable: Sequence[st
 
 
 def _is_initial(slot: str, value: Array) -> bool:
+    """Returns whether a slot has the value that it has before the first update."""
     return int(value[0]) == 1 if slot == UPDATE_COUNT else not value.any()
 
 
@@ -108,29 +109,29 @@ def for_trainer(state: State) -> State:
 
 def _optimizer(state: State) -> dict[str, Array]:
     """Returns the optimizer's state as a trainer keeps it: each parameter has a count, or all share one."""
-    found: dict[str, Array] = {}
+    optimizer: dict[str, Array] = {}
     counts: list[Array] = []
     by_parameter = state.by_parameter()
     shared = by_parameter.pop("", {})
     for name, slots in by_parameter.items():
         counts += [slots.pop(STEP)] if STEP in slots else []
-        found |= {f"{name}.{slot}": value for slot, value in slots.items()}
+        optimizer |= {f"{name}.{slot}": value for slot, value in slots.items()}
         if UPDATE_COUNT in shared:
-            found[f"{name}.{UPDATE_COUNT}"] = shared[UPDATE_COUNT]
+            optimizer[f"{name}.{UPDATE_COUNT}"] = shared[UPDATE_COUNT]
     for name, kept in state.idle.items():
         for slot in kept:
             initial = np.ones(1, np.int64) if slot == UPDATE_COUNT else np.zeros_like(state.parameters[name])
-            found[f"{name}.{slot}"] = initial
+            optimizer[f"{name}.{slot}"] = initial
     counts += [shared[STEP]] if STEP in shared else []
     if counts:  # parameters may have different counts, but the trainer keeps only one: the largest
-        found[STEP] = max(counts)
-    return found
+        optimizer[STEP] = max(counts)
+    return optimizer
 
 
 def from_state_dict(
     state_dict: Mapping[str, Any], user_dict: Mapping[str, Any], like: State, include_optimizer: bool
 ) -> State:
-    """Returns a trainer's state for the models of an export, and warns of what they can't use.
+    """Returns a trainer's state for the models of an export; warns of values that they can't use.
 
     Args:
         state_dict: The trainer's state.
@@ -167,6 +168,7 @@ def _is_property(value: Any) -> bool:
 
 
 def _fitting(name: str, weights: Mapping[str, Any], like: Array) -> Array:
+    """Returns the trainer's value of a name, which must have the shape and dtype of the export's."""
     if name not in weights:
         raise ValueError(f"{name!r} is missing, but the checkpoint given with --like has it")
     value = np.asarray(weights[name])
@@ -181,8 +183,8 @@ def _fitting(name: str, weights: Mapping[str, Any], like: Array) -> Array:
 def _optimizer_of(state: Mapping[str, Any], like: State) -> dict[str, Array] | None:
     """Returns the optimizer's state by the keys of an export; None, with a warning, if the optimizer differs."""
     kept: Mapping[str, Any] = state["optimizer"]
-    counts = {int(own[UPDATE_COUNT][0]): own[UPDATE_COUNT] for own in kept.values() if UPDATE_COUNT in own}
-    found, missing = {}, []
+    counts = {int(slots[UPDATE_COUNT][0]): slots[UPDATE_COUNT] for slots in kept.values() if UPDATE_COUNT in slots}
+    optimizer, missing = {}, []
     for key, expected in (like.optimizer or {}).items():
         name, _, slot = key.rpartition(".")
         value = kept.get(name or SHARED, {}).get(slot)
@@ -191,15 +193,16 @@ def _optimizer_of(state: Mapping[str, Any], like: State) -> dict[str, Array] | N
         if value is None or value.shape != expected.shape:
             missing.append(key)
         else:
-            found[key] = widened(value)
+            optimizer[key] = widened(value)
     if missing or like.optimizer is None:
         what = f"it has no {missing[0]!r}" if missing else "the one given with --like has none"
         warn(f"the optimizer's state is left out, so training starts with a new one: {what}")
         return None
-    return found
+    return optimizer
 
 
 def _random_of(state: Mapping[str, Any]) -> Array:
+    """Returns the state of a trainer's generator in NumPy's layout."""
     import torch
 
     generator = torch.Generator()
@@ -209,13 +212,14 @@ def _random_of(state: Mapping[str, Any]) -> Array:
 
 def random_to_numpy(state: Array) -> Array:
     """Returns the words and the position in NumPy's layout, uint32 [625], from the bytes of PyTorch's generator."""
-    (found,) = state.view(_TORCH)
-    return np.array([*found["words"], _WORDS if found["left"] == 1 else found["next"]], np.uint32)
+    (generator,) = state.view(_TORCH)
+    return np.array([*generator["words"], _WORDS if generator["left"] == 1 else generator["next"]], np.uint32)
 
 
 def random_to_torch(state: Array) -> Array:
     """Returns the bytes for PyTorch's generator, from the words and the position."""
     words, position = state[:-1], int(state[-1])
-    found = np.zeros(1, _TORCH)
-    found["left"], found["seeded"], found["next"], found["words"] = _WORDS + 1 - position, 1, position, words
-    return found.view(np.uint8)
+    generator = np.zeros(1, _TORCH)
+    generator["left"], generator["seeded"] = _WORDS + 1 - position, 1
+    generator["next"], generator["words"] = position, words
+    return generator.view(np.uint8)

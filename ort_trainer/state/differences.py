@@ -27,13 +27,13 @@ class Differences:
         self._shapes: list[str] = []
         self._dtypes: list[str] = []
 
-    def compare_keys(self, expected: Iterable[str], found: Iterable[str], where: str) -> None:
+    def compare_keys(self, expected: Iterable[str], actual: Iterable[str], where: str) -> None:
         """Records missing and unexpected keys of a part of the state dict."""
         if not self.strict:
             return
-        expected, found = dict.fromkeys(expected), dict.fromkeys(found)
-        missing = [name for name in expected if name not in found]
-        unexpected = [name for name in found if name not in expected]
+        expected, actual = dict.fromkeys(expected), dict.fromkeys(actual)
+        missing = [name for name in expected if name not in actual]
+        unexpected = [name for name in actual if name not in expected]
         if missing:
             self._names.append(f"Missing keys: {missing} in {where}")
         if unexpected:
@@ -107,8 +107,8 @@ class Differences:
             raise ValueError("; ".join(parts))
 
 
-def compare_keys(expected: Iterable[str], found: Iterable[str], strict: bool, where: str) -> None:
+def compare_keys(expected: Iterable[str], actual: Iterable[str], strict: bool, where: str) -> None:
     """Raises a RuntimeError that lists missing and unexpected keys, if ``strict`` is True."""
     differences = Differences(strict)
-    differences.compare_keys(expected, found, where)
+    differences.compare_keys(expected, actual, where)
     differences.check()

@@ -122,7 +122,7 @@ def as_tensor(entry: Entry, data: Array) -> torch.Tensor:
 
 
 def load_checkpoint_file(file: PathOrFile, *more: PathOrFile) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Reads a checkpoint: one of ours, or an HDF5 file of the legacy ``ORTTrainer``, recognized by its first bytes.
+    """Reads a checkpoint of this package, or an HDF5 file of the legacy ``ORTTrainer``, recognized by its first bytes.
 
     Args:
         file: A path, or an open binary file.
@@ -163,13 +163,13 @@ def read_user_dict(path: PathOrFile) -> dict[str, Any]:
         >>> ort_trainer.read_user_dict("run.ortckpt")
         {'epoch': 3}
     """
-    with _on_disk(path) as (found, name):
-        if is_legacy_file(found):
+    with _on_disk(path) as (local_path, name):
+        if is_legacy_file(local_path):
             raise CheckpointError(
                 f"{name} is a checkpoint of the legacy ORTTrainer, whose user's dict is a pickle, which could execute "
                 "anything: read it in the old environment, and store it as JSON"
             )
-        return _load(found, name, "user")[0]
+        return _load(local_path, name, "user")[0]
 
 
 def read_parts(path: PathOrFile, *names: str) -> list[dict[str, Any]]:
@@ -186,8 +186,8 @@ def read_parts(path: PathOrFile, *names: str) -> list[dict[str, Any]]:
         FileNotFoundError: If the file does not exist.
         CheckpointError: If the file is damaged or not a checkpoint of ours.
     """
-    with _on_disk(path) as (found, name):
-        return _load(found, name, *names, default={})
+    with _on_disk(path) as (local_path, name):
+        return _load(local_path, name, *names, default={})
 
 
 @contextlib.contextmanager
@@ -240,14 +240,14 @@ def _read(file: BinaryIO, name: str, parts: Sequence[str], default: Any) -> list
         wanted = referenced(kept)
         read = read_tensors(file, header, name, [key for key in header.tensors if key in wanted])
         tensors = {key: as_tensor(header.tensors[key], data) for key, data in read.items()}
-        found = [decode(part, tensors) for part in kept]
+        decoded = [decode(part, tensors) for part in kept]
     except CheckpointError:
         raise
     except (ValueError, RecursionError, TypeError) as error:
         raise CheckpointError(f"{name} is damaged or not a checkpoint of ort_trainer: {error}") from error
-    if not all(isinstance(part, dict) for part in found):
+    if not all(isinstance(part, dict) for part in decoded):
         raise CheckpointError(f"{name} is damaged: its manifest lacks the state or the user dict")
-    return found
+    return decoded
 
 
 def encode(
@@ -260,8 +260,8 @@ def encode(
         path: Path of the value, for names and errors.
         tensors: Receives the tensors by new names.
         seen: id of a tensor -> its name, so that a tensor in several places is stored once.
-        kinds: If given, the value may also contain dicts with other keys, sets and bytes, and tuples are kept apart
-            from lists; receives which of these there are.
+        kinds: If passed, the value may also contain dicts with other keys, sets and bytes, and tuples stay tuples;
+            receives the keys that mark those types.
 
     Raises:
         TypeError: If the value contains anything else; the message has its path.
@@ -286,7 +286,7 @@ def encode(
         return {_DICT: entries} if any(key.startswith("$") for key in entries) else entries
     if isinstance(value, (list, tuple)) or (kinds is not None and isinstance(value, (set, frozenset))):
         parts = [encode(entry, f"{path}/{index}", tensors, seen, kinds) for index, entry in enumerate(value)]
-        kind = next((kind for kind, found in _COLLECTIONS.items() if isinstance(value, found)), "")
+        kind = next((kind for kind, collection in _COLLECTIONS.items() if isinstance(value, collection)), "")
         return _of_kind(kind, parts, kinds)
     if kinds is not None and isinstance(value, bytes):
         return _of_kind(_BYTES, value.hex(), kinds)
@@ -302,6 +302,7 @@ def encode(
 
 
 def _of_kind(kind: str, parts: Any, kinds: set[str] | None) -> Any:
+    """Marks an encoded value with the key of its type, if types are to be kept; plain lists have no key."""
     if not kind or kinds is None:
         return parts
     kinds.add(kind)
@@ -309,6 +310,7 @@ def _of_kind(kind: str, parts: Any, kinds: set[str] | None) -> Any:
 
 
 def _plain(value: torch.Tensor | np.ndarray[Any, Any], path: str) -> torch.Tensor:
+    """Returns a tensor or array as a contiguous tensor on the CPU."""
     if isinstance(value, np.ndarray):
         try:
             return tensor_of(np.ascontiguousarray(value).reshape(value.shape))

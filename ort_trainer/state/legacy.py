@@ -127,13 +127,13 @@ def _opened(path: Path, name: str) -> Iterator[tuple[Any, Any]]:
         ) from error
     size = path.stat().st_size
 
-    def read_all() -> None:
+    def read_every_value() -> None:
         with h5py.File(path, "r") as file:
             _check_sections(file, name)
             for _ in _leaves(file, h5py, name, size):
                 pass
 
-    _rehearse(read_all, size, name)
+    _rehearse(read_every_value, size, name)
     try:
         with h5py.File(path, "r") as file:
             yield file, h5py
@@ -220,6 +220,7 @@ def _is_sharded(state: Mapping[str, Any]) -> bool:
 
 
 def _aggregate(states: list[StateDict]) -> StateDict:
+    """Merges the state dicts of all ranks; turns errors into errors about damaged checkpoints."""
     try:
         return _put_together(states)
     except CheckpointError:
@@ -229,6 +230,7 @@ def _aggregate(states: list[StateDict]) -> StateDict:
 
 
 def _put_together(states: list[StateDict]) -> StateDict:
+    """Merges the state dicts of all ranks; damage raises whatever error it causes."""
     options = [state.get("trainer_options", {}) for state in states]
     if any(entry.get("horizontal_parallel_size", 1) > 1 for entry in options):
         raise CheckpointError(
@@ -283,21 +285,22 @@ def _merge(parts: Sequence[Mapping[str, Any]], shape_of: Any, path: tuple[str, .
 def _join(values: list[Any], shape: Any, path: tuple[str, ...]) -> Any:
     """Concatenates the ranks' parts of a tensor, or returns the value that is equal in all ranks."""
     if shape is not None:
-        whole = [int(size) for size in np.ravel(shape)]
-        if sum(np.size(value) for value in values) == math.prod(whole):
-            return np.concatenate([np.ravel(value) for value in values]).reshape(whole)
+        whole_shape = [int(size) for size in np.ravel(shape)]
+        if sum(np.size(value) for value in values) == math.prod(whole_shape):
+            return np.concatenate([np.ravel(value) for value in values]).reshape(whole_shape)
     if all(np.array_equal(value, values[0]) for value in values[1:]):
-        return values[0] if shape is None else _checked_whole(values[0], whole, path)
+        return values[0] if shape is None else _checked_whole(values[0], whole_shape, path)
     raise CheckpointError(f"the checkpoints of the ranks do not fit together: {'/'.join(path)!r} differs between them")
 
 
-def _checked_whole(value: Any, whole: list[int], path: tuple[str, ...]) -> Any:
-    if np.size(value) != math.prod(whole):
+def _checked_whole(value: Any, whole_shape: list[int], path: tuple[str, ...]) -> Any:
+    """Returns a tensor that no rank has split, in its complete shape."""
+    if np.size(value) != math.prod(whole_shape):
         raise CheckpointError(
             f"the checkpoints of the ranks do not fit together: {'/'.join(path)!r} has {np.size(value)} of "
-            f"{math.prod(whole)} elements"
+            f"{math.prod(whole_shape)} elements"
         )
-    return np.reshape(value, whole)
+    return np.reshape(value, whole_shape)
 
 
 def _rehearse(function: Callable[[], object], size: int, name: str) -> None:
@@ -324,8 +327,9 @@ def _rehearse(function: Callable[[], object], size: int, name: str) -> None:
             _bound(_MEMORY + _SIZES * size, seconds)
             function()
         except BaseException as error:
-            said = str(error) if isinstance(error, CheckpointError) else repr(error)
-            os.write(writer, said.encode(errors="replace")[:4000])
+            problem = str(error) if isinstance(error, CheckpointError) else repr(error)
+            # Less than a pipe holds, because the parent reads only after this process has ended.
+            os.write(writer, problem.encode(errors="replace")[:4000])
             raise
 
     child, reader = forked(work)
@@ -333,12 +337,12 @@ def _rehearse(function: Callable[[], object], size: int, name: str) -> None:
         status = _wait(child, _LONGEST_WAIT + 2 * seconds)
         if status == 0:
             return
-        said = stream.read().decode(errors="replace")
+        problem = stream.read().decode(errors="replace")
     if status is None or -status in (getattr(signal, "SIGXCPU", 0), signal.SIGKILL):
-        said = f"reading it takes more than {seconds} seconds, too long for its size"
+        problem = f"reading it takes more than {seconds} seconds, too long for its size"
     elif status < 0:
-        said = f"reading it crashes the process ({signal.Signals(-status).name})"
-    raise CheckpointError(said if name in said else f"{name} is damaged: {said}")
+        problem = f"reading it crashes the process ({signal.Signals(-status).name})"
+    raise CheckpointError(problem if name in problem else f"{name} is damaged: {problem}")
 
 
 def _wait(child: int, seconds: float) -> int | None:
@@ -368,6 +372,7 @@ def _kill(child: int) -> None:
 
 
 def _bound(memory: int, seconds: int) -> None:
+    """Limits the CPU time of this process and, on Linux, the memory that it may still allocate."""
     import resource  # here, because Windows does not have it
 
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -17,7 +17,7 @@ Value = int | float | str
 
 
 def widened(array: Array, copy: bool = False) -> Array:
-    """Returns an array in a dtype of NumPy: float32 instead of bfloat16; only that, or ``copy``, needs new memory."""
+    """Returns an array in a dtype of NumPy, float32 instead of bfloat16; copies it only for that, or with ``copy``."""
     dtype = np.dtype(np.float32) if array.dtype.name == "bfloat16" else array.dtype
     return array.astype(dtype, order="C" if copy else "K", copy=copy)
 
@@ -38,8 +38,8 @@ class HasState(Protocol):
 class State:
     """All state of a training run; an entry that is unknown, or that a format lacks, has its default.
 
-    A trainer's state and a device's, of training with an export's models, differ in what is said of both below;
-    :mod:`ort_trainer.state.devices` makes one from the other.
+    A device trains with the models of an export. Its state differs from a trainer's where both are mentioned below;
+    :mod:`ort_trainer.state.devices` converts between them.
 
     Attributes:
         parameters: Name -> value: parameters, trained or not, and floating-point buffers (running statistics).
@@ -61,11 +61,11 @@ class State:
         window: What else ``AccumulationWindow.state_dict()`` has: on a device, ``reduction`` and ``assigned_size``.
         random: A trainer's: the bytes of PyTorch's generator. A device's: the 624 words of the Mersenne Twister and
             the position in them, uint32 [625]; PyTorch's and NumPy's generators draw the same numbers from it.
-        random_states: A trainer's of all processes, by rank, if there are several.
+        random_states: A trainer's: the generators of all processes, by rank, if there are several.
         learning_rates: A device's base rates: one for each parameter group, then one for all other parameters.
         schedule: A device's, for :func:`ort_trainer.core.schedules.learning_rate`; None for constant rates.
         objects: ``loss_scaler``, ``lr_scheduler`` or ``torch_optimizer`` -> ``state_dict()`` of the trainer's.
-        trainer_options: Describes the trainer, whose own state this is or was.
+        trainer_options: Describes the trainer that the state belongs to, or was converted from.
         properties: The user's own values.
         export: Identifies the export whose models use it; the same in all its artifacts. Empty if none do.
         nominal: Whether the parameters have shapes and dtypes, but no values yet; they are zeros then.
@@ -99,9 +99,9 @@ class State:
         return dataclasses.replace(self, optimizer=None, optimization_step=0, gradients={}, micro_batches=0)
 
     def by_parameter(self) -> dict[str, dict[str, Array]]:
-        """Returns the optimizer's state: parameter -> slot -> value, where the parameter '' has what all share."""
-        found: dict[str, dict[str, Array]] = {}
+        """Returns the optimizer's state: parameter -> slot -> value; the parameter '' has what all share."""
+        slots_by_parameter: dict[str, dict[str, Array]] = {}
         for key, value in (self.optimizer or {}).items():
             name, _, slot = key.rpartition(".")
-            found.setdefault(name, {})[slot] = value
-        return found
+            slots_by_parameter.setdefault(name, {})[slot] = value
+        return slots_by_parameter

@@ -51,39 +51,40 @@ def to_state_dict(state: State, copy: bool = False) -> dict[str, Any]:
         copy: Whether arrays are copies, in dtypes of NumPy; if not, they share the memory of the state's.
     """
 
-    def own(values: Mapping[str, Array]) -> dict[str, Array]:
+    def arrays(values: Mapping[str, Array]) -> dict[str, Array]:
+        """Returns arrays by name, copied if asked."""
         return {name: widened(value, copy=True) for name, value in values.items()} if copy else dict(values)
 
-    values = own({**state.parameters, **state.buffers})
+    values = arrays({**state.parameters, **state.buffers})
     names = {name: name for name in values if name not in state.transient} if state.names is None else state.names
-    found: dict[str, Any] = {"model": {"full_precision": {name: values[key] for name, key in names.items()}}}
+    state_dict: dict[str, Any] = {"model": {"full_precision": {name: values[key] for name, key in names.items()}}}
     if state.trainer_options is not None:
-        found["trainer_options"] = state.trainer_options
+        state_dict["trainer_options"] = state.trainer_options
     if state.step is not None:
-        found["train_step_info"] = {"optimization_step": state.optimization_step, "step": state.step}
+        state_dict["train_step_info"] = {"optimization_step": state.optimization_step, "step": state.step}
     if state.window is not None:
-        found["window"] = {"micro_batches": state.micro_batches, **state.window}
+        state_dict["window"] = {"micro_batches": state.micro_batches, **state.window}
     if state.random is not None:
-        found |= own({"random": state.random})
+        state_dict |= arrays({"random": state.random})
     if state.random_states:
-        found["random_states"] = np.stack(state.random_states)
+        state_dict["random_states"] = np.stack(state.random_states)
     if state.transient:
-        found["transient_buffers"] = {name: values[key] for name, key in state.transient.items()}
+        state_dict["transient_buffers"] = {name: values[key] for name, key in state.transient.items()}
     if state.outside:
-        found["outside"] = {
+        state_dict["outside"] = {
             name: {
                 **entry,
-                "tensors": list(own({str(at): value for at, value in enumerate(entry["tensors"])}).values()),
+                "tensors": list(arrays({str(at): value for at, value in enumerate(entry["tensors"])}).values()),
             }
             for name, entry in state.outside.items()
         }
     objects = copying.deepcopy(state.objects) if copy else dict(state.objects)
     if state.optimizer is not None:
-        found["optimizer"] = {name or SHARED: own(slots) for name, slots in state.by_parameter().items()}
-        found |= {key: objects.pop(key) for key in ("torch_optimizer",) if key in objects}
+        state_dict["optimizer"] = {name or SHARED: arrays(slots) for name, slots in state.by_parameter().items()}
+        state_dict |= {key: objects.pop(key) for key in ("torch_optimizer",) if key in objects}
         if state.window:
-            found["gradients"] = own(state.gradients)
-    return found | objects
+            state_dict["gradients"] = arrays(state.gradients)
+    return state_dict | objects
 
 
 @dataclass(frozen=True)
@@ -147,70 +148,74 @@ def read(state_dict: Mapping[str, Any], contents: Contents, window: HasState, st
     else:
         reader.read_all()
     reader.differences.check()
-    return reader.found
+    return reader.state
 
 
 @dataclass
 class _Reader:
     """Reads the parts of a state dict, and collects its differences from what a trainer expects."""
 
-    given: Mapping[str, Any]
+    state_dict: Mapping[str, Any]
     contents: Contents
     window: HasState
     differences: Differences
-    found: State = field(default_factory=lambda: State(optimization_step=None))
+    state: State = field(default_factory=lambda: State(optimization_step=None))
 
     def read_all(self) -> None:
         """Reads all parts."""
-        given, found = self.given, self.found
+        state_dict, state = self.state_dict, self.state
         self._compare_top()
         keys = (*_LEGACY_KEYS, *_NEW_KEYS)
         names = {*keys, *self.contents.tensors}
-        inner = next((key for key, value in given.items() if isinstance(value, Mapping) and names & set(value)), "")
-        _refuse_nothing(given, keys, "state_dict", f": pass its entry {inner!r}" if inner else "")
+        inner = next(
+            (key for key, value in state_dict.items() if isinstance(value, Mapping) and names & set(value)), ""
+        )
+        _require_overlap(state_dict, keys, "state_dict", f": pass its entry {inner!r}" if inner else "")
         self._read_weights()
-        if "optimizer" in given:
+        if "optimizer" in state_dict:
             self._read_optimizer()
         else:
             _warn_missing("optimizer")
-        found.objects = {key: dict(_mapping(given, key, "state_dict")) for key in _OBJECTS if key in given}
-        if LOSSES in given:
-            count = _mapping(given, LOSSES, "state_dict").get("nonfinite")
-            found.objects[LOSSES] = {"nonfinite": _count(count, f"state_dict[{LOSSES}][nonfinite]")}
+        state.objects = {key: dict(_mapping(state_dict, key, "state_dict")) for key in _OBJECTS if key in state_dict}
+        if LOSSES in state_dict:
+            count = _mapping(state_dict, LOSSES, "state_dict").get("nonfinite")
+            state.objects[LOSSES] = {"nonfinite": _count(count, f"state_dict[{LOSSES}][nonfinite]")}
         kind = self.contents.torch_optimizer
-        if kind is not None and "optimizer" in given and "torch_optimizer" not in given:
+        if kind is not None and "optimizer" in state_dict and "torch_optimizer" not in state_dict:
             warn(f"Missing key: torch_optimizer in state_dict: the trainer's {kind} keeps its current moments")
         self._read_counters()
-        if "outside" in given:
-            outside = _mapping(given, "outside", "state_dict")
-            found.outside = {name: dict(_mapping(outside, name, "state_dict[outside]")) for name in outside}
-        if "random" in given:
-            found.random = self._random_state(given["random"], "random")
-            if "random_states" in given:
-                states = self.differences.tensor(given["random_states"], "state_dict[random_states]")
-                found.random_states = [self._random_state(state, "random_states") for state in states]
+        if "outside" in state_dict:
+            outside = _mapping(state_dict, "outside", "state_dict")
+            state.outside = {name: dict(_mapping(outside, name, "state_dict[outside]")) for name in outside}
+        if "random" in state_dict:
+            state.random = self._random_state(state_dict["random"], "random")
+            if "random_states" in state_dict:
+                states = self.differences.tensor(state_dict["random_states"], "state_dict[random_states]")
+                state.random_states = [self._random_state(state, "random_states") for state in states]
 
     def _compare_top(self) -> None:
         """Reports unknown keys, and missing keys that no other message reports."""
-        given, differences = self.given, self.differences
-        unknown = [key for key in given if key not in (*_LEGACY_KEYS, *_NEW_KEYS)]
+        state_dict, differences = self.state_dict, self.differences
+        unknown = [key for key in state_dict if key not in (*_LEGACY_KEYS, *_NEW_KEYS)]
         differences.compare_keys((), unknown, "state_dict")
-        if isinstance(given.get("trainer_options"), Mapping):
-            options = list(given["trainer_options"])
-            expected = _TRAINER_OPTIONS if "window" in given else [key for key in options if key in _TRAINER_OPTIONS]
+        if isinstance(state_dict.get("trainer_options"), Mapping):
+            options = list(state_dict["trainer_options"])
+            expected = (
+                _TRAINER_OPTIONS if "window" in state_dict else [key for key in options if key in _TRAINER_OPTIONS]
+            )
             differences.compare_keys(expected, options, "state_dict[trainer_options]")
-        if any(key in given for key in ("window", "random")):
+        if any(key in state_dict for key in ("window", "random")):
             for key in ("window", "random", *(["transient_buffers"] if self.contents.non_persistent else [])):
-                if key not in given:
+                if key not in state_dict:
                     _warn_missing(key)
 
     def _read_weights(self) -> None:
         """Reads parameters and buffers."""
-        given, contents = self.given, self.contents
-        if "model" in given:
-            precisions = _mapping(given, "model", "state_dict")
+        state_dict, contents = self.state_dict, self.contents
+        if "model" in state_dict:
+            precisions = _mapping(state_dict, "model", "state_dict")
             self.differences.compare_keys(["full_precision"], list(precisions), "state_dict[model]")
-            _refuse_nothing(precisions, ["full_precision"], "state_dict[model]")
+            _require_overlap(precisions, ["full_precision"], "state_dict[model]")
             weights = (
                 _mapping(precisions, "full_precision", "state_dict[model]") if "full_precision" in precisions else {}
             )
@@ -219,26 +224,26 @@ class _Reader:
                 self.read_tensors(weights, contents.non_persistent, "state_dict[model][full_precision]")
         else:
             _warn_missing("model")
-        if "transient_buffers" in given:
-            buffers = _mapping(given, "transient_buffers", "state_dict")
+        if "transient_buffers" in state_dict:
+            buffers = _mapping(state_dict, "transient_buffers", "state_dict")
             self.read_tensors(buffers, contents.non_persistent, "state_dict[transient_buffers]")
 
-    def read_tensors(self, given: Mapping[str, Any], expected: Mapping[str, torch.Tensor], where: str) -> None:
+    def read_tensors(self, tensors: Mapping[str, Any], expected: Mapping[str, torch.Tensor], where: str) -> None:
         """Reads parameters and buffers."""
         # One of a tied tensor's names is enough: legacy wrote it under its first name only.
-        canonical, found = self.contents.canonical, self.found
-        tied = {canonical[name] for name in given if name in expected}
-        needed = [name for name in expected if name in given or canonical[name] not in tied]
-        self.differences.compare_keys(needed, given, where)
+        canonical, state = self.contents.canonical, self.state
+        tied = {canonical[name] for name in tensors if name in expected}
+        needed = [name for name in expected if name in tensors or canonical[name] not in tied]
+        self.differences.compare_keys(needed, tensors, where)
         if expected is self.contents.tensors:
-            _refuse_nothing(given, expected, where)
+            _require_overlap(tensors, expected, where)
         for name, like in expected.items():
-            if name not in given:
+            if name not in tensors:
                 continue
-            value = self._fitting(given[name], like, f"{where}[{name}]")
+            value = self._fitting(tensors[name], like, f"{where}[{name}]")
             if value is None:
                 continue
-            values, first = found.parameters if value.dtype.kind == "f" else found.buffers, canonical[name]
+            values, first = state.parameters if value.dtype.kind == "f" else state.buffers, canonical[name]
             if first in values and not np.array_equal(values[first], value):
                 raise ValueError(
                     f"{where} has different values for {first!r} and {name!r}, which are tied in the model"
@@ -246,9 +251,10 @@ class _Reader:
             values[first] = value
 
     def _read_optimizer(self) -> None:
+        """Reads the optimizer's slots and update counts."""
         where, contents, differences = "state_dict[optimizer]", self.contents, self.differences
-        state = dict(_mapping(self.given, "optimizer", "state_dict"))
-        options = self.given.get("trainer_options", {})
+        state = dict(_mapping(self.state_dict, "optimizer", "state_dict"))
+        options = self.state_dict.get("trainer_options", {})
         name = options.get("optimizer_name") if isinstance(options, Mapping) else None
         name = name.decode() if isinstance(name, bytes) else name
         if name is None and differences.strict:
@@ -270,7 +276,7 @@ class _Reader:
             name: [*contents.slots[name], *([UPDATE_COUNT] if name in each_counts else [])] for name in contents.slots
         }
         differences.compare_keys([name for name, keys in expected.items() if keys], state, where)
-        found = self.found.optimizer = {}
+        optimizer = self.state.optimizer = {}
         for parameter, wanted in expected.items():
             if parameter not in state or not wanted:
                 continue
@@ -282,19 +288,20 @@ class _Reader:
                     continue
                 place, value = f"{here}[{slot}]", entries[slot]
                 if slot == UPDATE_COUNT:
-                    found[f"{parameter}.{slot}"] = self._update_count(value, place)
+                    optimizer[f"{parameter}.{slot}"] = self._update_count(value, place)
                 elif (fitting := self._fitting(value, contents.tensors[parameter], place, narrow=True)) is not None:
-                    found[f"{parameter}.{slot}"] = fitting
+                    optimizer[f"{parameter}.{slot}"] = fitting
         if shares_count and (differences.strict or shared is not None):
             if not isinstance(shared, Mapping) or STEP not in shared:
                 raise RuntimeError(f"Missing keys: ['{STEP}'] in {where}[{SHARED}]")
             differences.compare_keys([STEP], shared, f"{where}[{SHARED}]")
-            found[STEP] = self._update_count(shared[STEP], f"{where}[{SHARED}][{STEP}]")
+            optimizer[STEP] = self._update_count(shared[STEP], f"{where}[{SHARED}][{STEP}]")
 
     def _fitting(self, value: Any, like: torch.Tensor, where: str, narrow: bool = False) -> Array | None:
-        """Returns a value in the trainer's dtype, if it fits; or as it is, if it is bfloat16 and may be narrow."""
-        given = self.differences.tensor(value, where).dtype
-        dtype = given if narrow and str(given) == "torch.bfloat16" else self.contents.owned_dtype(like.dtype)
+        """Returns a value in the trainer's dtype, or in bfloat16 if ``narrow`` allows that; None if it does not fit."""
+        dtype = self.differences.tensor(value, where).dtype
+        if not narrow or str(dtype) != "torch.bfloat16":
+            dtype = self.contents.owned_dtype(like.dtype)
         return self.differences.fitting(value, like, dtype, where)
 
     def _update_count(self, value: Any, where: str) -> Array:
@@ -307,62 +314,69 @@ class _Reader:
         return self.differences.random_state(value, self.contents.device, f"state_dict[{key}]")
 
     def _read_counters(self) -> None:
-        given, found, contents = self.given, self.found, self.contents
-        if "train_step_info" not in given:
+        """Reads the counts of steps and updates, and the accumulation window with its gradients."""
+        state_dict, state, contents = self.state_dict, self.state, self.contents
+        if "train_step_info" not in state_dict:
             _warn_missing("train_step_info")
             return
-        info = _mapping(given, "train_step_info", "state_dict")
+        info = _mapping(state_dict, "train_step_info", "state_dict")
         self.differences.compare_keys(["optimization_step", "step"], info, "state_dict[train_step_info]")
         for key in ("optimization_step", "step"):
             if key in info:
-                setattr(found, key, _count(info[key], f"state_dict[train_step_info][{key}]"))
-        gradients = dict(_mapping(given, "gradients", "state_dict")) if "gradients" in given else {}
+                setattr(state, key, _count(info[key], f"state_dict[train_step_info][{key}]"))
+        gradients = dict(_mapping(state_dict, "gradients", "state_dict")) if "gradients" in state_dict else {}
         self._read_window(bool(gradients))
         unexpected = [name for name in gradients if name not in contents.trainable]
         self.differences.compare_keys((), unexpected, "state_dict[gradients]")
-        for name in contents.trainable if found.micro_batches else ():
+        for name in contents.trainable if state.micro_batches else ():
             if name in gradients:
                 value = self._fitting(gradients[name], contents.tensors[name], f"state_dict[gradients][{name}]")
                 if value is not None:
-                    found.gradients[name] = value
+                    state.gradients[name] = value
 
     def _read_window(self, has_gradients: bool) -> None:
         """Reads the position in the accumulation window; without its gradients the window starts over."""
-        given, found, differences = self.given, self.found, self.differences
-        own = self.window.state_dict()
-        options = given.get("trainer_options", {})
+        state_dict, state, differences = self.state_dict, self.state, self.differences
+        current = self.window.state_dict()
+        options = state_dict.get("trainer_options", {})
         size = options.get("gradient_accumulation_steps") if isinstance(options, Mapping) else None
-        if "window" in given:
-            saved = dict(_mapping(given, "window", "state_dict"))
-            differences.compare_keys(own, saved, "state_dict[window]")
-            if differences.strict and own.keys() - saved.keys():
+        if "window" in state_dict:
+            saved = dict(_mapping(state_dict, "window", "state_dict"))
+            differences.compare_keys(current, saved, "state_dict[window]")
+            if differences.strict and current.keys() - saved.keys():
                 differences.check()  # raises here, because the code below needs all keys
         else:  # the legacy layout, which only supports the mean
             size = self.contents.window_size if size is None or not has_gradients else size
-            whole = max(_count(size, "state_dict[trainer_options][gradient_accumulation_steps]"), 1)
-            behind = (found.step or 0) % whole
-            saved = {"micro_batches": behind, "reduction": "mean", "weight": behind, "unit": 1, "assigned_size": None}
-            saved["scale"] = found.objects.get("loss_scaler", {}).get("loss_scale", 1)
-        if own.keys() - saved.keys():  # gradients are meaningless without the complete state of their window
-            has_gradients, saved = False, {**own, "micro_batches": 0, **saved}
-        behind = _count(saved.get("micro_batches"), "state_dict[window][micro_batches]")
+            window_size = max(_count(size, "state_dict[trainer_options][gradient_accumulation_steps]"), 1)
+            micro_batches = (state.step or 0) % window_size
+            saved = {
+                "micro_batches": micro_batches,
+                "reduction": "mean",
+                "weight": micro_batches,
+                "unit": 1,
+                "assigned_size": None,
+            }
+            saved["scale"] = state.objects.get("loss_scaler", {}).get("loss_scale", 1)
+        if current.keys() - saved.keys():  # gradients are meaningless without the complete state of their window
+            has_gradients, saved = False, {**current, "micro_batches": 0, **saved}
+        micro_batches = _count(saved.get("micro_batches"), "state_dict[window][micro_batches]")
         if not has_gradients:
-            if behind and found.step is not None:
+            if micro_batches and state.step is not None:
                 warn(
-                    f"the state was taken after {behind} of {size} micro-batches of a window, without their "
+                    f"the state was taken after {micro_batches} of {size} micro-batches of a window, without their "
                     "gradients: the window starts over"
                 )
-                found.step -= behind
+                state.step -= micro_batches
             saved |= {"micro_batches": 0, "weight": 0, "unit": 1, "scale": 1}
-        elif not behind:
+        elif not micro_batches:
             raise ValueError("state_dict[gradients] is not empty, but state_dict[window] has no micro-batches")
         window = copying.copy(self.window)
         try:
             window.load_state_dict(saved)
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"state_dict[window] is invalid: {error}") from error
-        found.window = window.state_dict()
-        found.micro_batches = found.window.pop("micro_batches")
+        state.window = window.state_dict()
+        state.micro_batches = state.window.pop("micro_batches")
 
 
 def _warn_missing(key: str) -> None:
@@ -376,12 +390,12 @@ def _mapping(parent: Mapping[str, Any], key: str, where: str) -> Mapping[str, An
     return value
 
 
-def _refuse_nothing(found: Iterable[str], expected: Iterable[str], where: str, advice: str = "") -> None:
-    """Raises RuntimeError if no name is known, so that nothing would be restored; an empty part is fine."""
-    found, expected = list(found), list(expected)
-    if found and expected and not set(found) & set(expected):
+def _require_overlap(names: Iterable[str], expected: Iterable[str], where: str, advice: str = "") -> None:
+    """Raises a RuntimeError if nothing would be restored because all names are unknown; an empty part is fine."""
+    names, expected = list(names), list(expected)
+    if names and expected and not set(names) & set(expected):
         raise RuntimeError(
-            f"{where} has no name in common with the trainer, so nothing would be restored: it has {shown(found)}, "
+            f"{where} has no name in common with the trainer, so nothing would be restored: it has {shown(names)}, "
             f"but the trainer has {shown(expected)}{advice}"
         )
 

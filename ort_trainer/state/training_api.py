@@ -107,25 +107,25 @@ def _read(file: BinaryIO, name: str) -> State:
                 f"{name} is not an ort_trainer.api checkpoint. If it is an ORTTrainer checkpoint or holds weights "
                 "alone, convert it with 'ort-trainer convert SOURCE TARGET --to api --like CHECKPOINT'"
             )
-        found: dict[str, Any] = json.loads(text)
-        check_version(found.pop("version"), header, name, VERSION)
+        entries: dict[str, Any] = json.loads(text)
+        check_version(entries.pop("version"), header, name, VERSION)
         tensors = {
             key: data.view(DTYPES[header.tensors[key].dtype]).reshape(header.tensors[key].shape)
             for key, data in read_tensors(file, header, name, header.tensors).items()
         }
         groups: dict[str, Any] = {
-            group: {key: tensors[f"{group}:{key}"] for key in keys} for group, keys in found.pop("order").items()
+            group: {key: tensors[f"{group}:{key}"] for key in keys} for group, keys in entries.pop("order").items()
         }
-        if not found.pop("has_optimizer"):
+        if not entries.pop("has_optimizer"):
             groups["optimizer"] = None
-        if found["nominal"]:
-            groups["parameters"] = {key: _blank(*value) for key, value in found.pop("shapes").items()}
-        random, trainer = groups.pop("random", {}).get("state"), found.pop("trainer", None)
-        unknown = groups.keys() - {*_TENSORS} | found.keys() - {*_OTHERS}
+        if entries["nominal"]:
+            groups["parameters"] = {key: _blank(*value) for key, value in entries.pop("shapes").items()}
+        random, trainer = groups.pop("random", {}).get("state"), entries.pop("trainer", None)
+        unknown = groups.keys() - {*_TENSORS} | entries.keys() - {*_OTHERS}
         if unknown:
             raise ValueError(f"unknown entries {sorted(unknown)}")
-        required = {"export": found.pop("export"), "trainable": found.pop("trainable")}
-        state = State(groups.pop("parameters"), random=random, **required, **found, **groups)
+        required = {"export": entries.pop("export"), "trainable": entries.pop("trainable")}
+        state = State(groups.pop("parameters"), random=random, **required, **entries, **groups)
         _check(state, trainer)
         if trainer is not None:
             state.trainer_options, state.window = trainer["trainer_options"], trainer["window"]
@@ -147,13 +147,13 @@ def _blank(dtype: Any, shape: Any) -> Array:
 
 def _check(state: State, trainer: Any) -> None:
     """Raises a ValueError if a value is invalid."""
-    rates, schedule, random, done = state.learning_rates, state.schedule, state.random, state.optimization_step
-    sound = {
+    rates, schedule, random, updates = state.learning_rates, state.schedule, state.random, state.optimization_step
+    valid = {
         "export": isinstance(state.export, str),
         "trainable": _are_names(state.trainable),
         "learning_rates": isinstance(rates, list) and bool(rates) and all(map(_is_rate, rates)),
         "schedule": schedule is None or (isinstance(schedule, dict) and schedule.get("kind") in KINDS),
-        "optimization_step": type(done) is int and done >= 0,
+        "optimization_step": type(updates) is int and updates >= 0,
         "properties": isinstance(state.properties, dict)
         and all(isinstance(value, (int, float, str)) for value in state.properties.values()),
         "micro_batches": type(state.micro_batches) is int
@@ -163,33 +163,34 @@ def _check(state: State, trainer: Any) -> None:
         "random": random is None
         or (random.shape == (_RANDOM_WORDS,) and random.dtype == np.uint32 and random[-1] < _RANDOM_WORDS),
     }
-    wrong = [name for name, is_sound in sound.items() if not is_sound]
-    if wrong:
-        raise ValueError(f"invalid {', '.join(wrong)}")
-    if schedule is not None and done is not None:
+    invalid = [name for name, is_valid in valid.items() if not is_valid]
+    if invalid:
+        raise ValueError(f"invalid {', '.join(invalid)}")
+    if schedule is not None and updates is not None:
         for rate in rates:
-            for step in {done, max(done - 1, 0)}:  # this and the last
+            for step in {updates, max(updates - 1, 0)}:  # the next update and the last; invalid numbers raise
                 learning_rate(schedule, step, rate)
 
 
-def _is_of_trainer(said: dict[str, Any], state: State) -> bool:
-    size, names = said["trainer_options"]["gradient_accumulation_steps"], state.parameters
+def _is_of_trainer(trainer: dict[str, Any], state: State) -> bool:
+    """Returns whether a checkpoint's description of the trainer that it comes from is valid."""
+    size, names = trainer["trainer_options"]["gradient_accumulation_steps"], state.parameters
     return (
         type(size) is int
         and 0 < size < _MOST
-        and said["window"].keys() == {"reduction", "assigned_size"}
-        and _are_names(said["transient_buffers"], {*names, *state.buffers})
-        and _are_names(list(said["idle"]), names)
-        and all(_are_names(slots) for slots in said["idle"].values())
+        and trainer["window"].keys() == {"reduction", "assigned_size"}
+        and _are_names(trainer["transient_buffers"], {*names, *state.buffers})
+        and _are_names(list(trainer["idle"]), names)
+        and all(_are_names(slots) for slots in trainer["idle"].values())
     )
 
 
-def _are_names(found: Any, known: Collection[str] | None = None) -> bool:
+def _are_names(value: Any, allowed: Collection[str] | None = None) -> bool:
     """Returns whether a value is a list of distinct strings, all of them known."""
     return (
-        isinstance(found, list)
-        and all(isinstance(name, str) and (known is None or name in known) for name in found)
-        and len(set(found)) == len(found)
+        isinstance(value, list)
+        and all(isinstance(name, str) and (allowed is None or name in allowed) for name in value)
+        and len(set(value)) == len(value)
     )
 
 

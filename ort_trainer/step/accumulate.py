@@ -67,17 +67,17 @@ def _accumulation(
             inner: dict[ir.Value | None, ir.Value] = {}
             for node in moved[name]:
                 values = [inner.get(value, value) for value in node.inputs]
-                made = ir.Value(name=names.unique(f"{node.outputs[0].name}.{branch}"), type=node.outputs[0].type)
-                inner[node.outputs[0]] = made
+                new_value = ir.Value(name=names.unique(f"{node.outputs[0].name}.{branch}"), type=node.outputs[0].type)
+                inner[node.outputs[0]] = new_value
                 nodes.append(
-                    ir.node(node.op_type, values, dict(node.attributes), outputs=[made])  # type: ignore[arg-type]
+                    ir.node(node.op_type, values, dict(node.attributes), outputs=[new_value])  # type: ignore[arg-type]
                 )
             value = inner[moved[name][-1].outputs[0]] if moved[name] else gradient
             if adds or not moved[name]:
-                made = ir.Value(name=names.unique(f"{out.name}.{branch}"))
+                new_value = ir.Value(name=names.unique(f"{out.name}.{branch}"))
                 operands = [buffers[name], value] if adds else [value]
-                nodes.append(ir.node("Add" if adds else "Identity", operands, outputs=[made]))
-                value = made
+                nodes.append(ir.node("Add" if adds else "Identity", operands, outputs=[new_value]))
+                value = new_value
             value.type, value.shape = out.type, out.shape
             outputs.append(value)
         branches[branch] = ir.Graph([], outputs, nodes=nodes, name=branch)
@@ -89,7 +89,7 @@ def _makers(gradient: ir.Value, result: ir.Value) -> list[ir.Node]:
     size = math.prod(size for size in result.shape or () if isinstance(size, int))
     if size < _WORTH_MOVING or gradient.uses():
         return []
-    node, found = gradient.producer(), list[ir.Node]()
+    node, transposes = gradient.producer(), list[ir.Node]()
     while node is not None and node.op_type == "Identity":
         source = node.inputs[0]
         node = source.producer() if source is not None and len(source.uses()) == 1 else None
@@ -98,5 +98,5 @@ def _makers(gradient: ir.Value, result: ir.Value) -> list[ir.Node]:
     for value in node.inputs:  # ONNX Runtime fuses a Transpose into the product
         before = None if value is None or len(value.uses()) > 1 else value.producer()
         if before is not None and before.op_type == "Transpose":
-            found.append(before)
-    return [*found, node]
+            transposes.append(before)
+    return [*transposes, node]

@@ -56,7 +56,7 @@ Dim = int | str
 Model = TypeVar("Model", "Step", "OptimizerModel")
 
 
-# Defining a dataclass takes a millisecond, a hundredth of the time to import ONNX Runtime.
+# Named tuples, because defining a dataclass takes a millisecond, a hundredth of the time to import ONNX Runtime.
 class TensorSpec(NamedTuple):
     """An input or output that the user sees.
 
@@ -117,7 +117,8 @@ class Step:
         export: Identifies the export that the artifacts of a step come from, the same in all of them; empty before.
         inputs: The batch, in order.
         outputs: The described outputs, including the loss, in order.
-        left: Names of the last outputs, which a run leaves outside instead of returning them.
+        left: Names of the last outputs: tensors that the model's code keeps, in an attribute or a container. A run
+            stores them there instead of returning them.
         loss: Name of the loss; empty for a call.
         state: Name of a parameter or buffer -> graph input, for those that the graph uses.
         gradients: Name of a trained parameter -> graph output.
@@ -270,7 +271,7 @@ class Step:
         from .prune import prune
 
         lines = "; ".join(dict.fromkeys(f"{line} (here {value})" for value, line in self.assumptions.values()))
-        warn(f"what is written has one branch for all values, and does not check that it is a batch's own: {lines}")
+        warn(f"the written model takes one branch for all values, and does not check that a batch takes it: {lines}")
         outputs = [spec.name for spec in self.outputs] + [*self.gradients.values(), *self.buffer_updates.values()]
         model = prune(self.model, outputs, [value.name or "" for value in self.model.graph.inputs])
         return replace(self, stored=model, assumptions={})
@@ -283,7 +284,7 @@ class Step:
         outputs = [*names, *self.buffer_updates.values()]
         part, needed = self._part(outputs)
         inputs = needed | set(self.state.values())
-        # A condition on an input that the outputs do not need, such as a label, is not theirs.
+        # Drops assumptions about inputs that these outputs do not need, such as a label.
         assumptions = {name: assumed for name, assumed in self.assumptions.items() if self._part([name])[1] <= inputs}
         if assumptions:
             part, needed = self._part([*outputs, *assumptions])
@@ -362,7 +363,7 @@ class OptimizerModel:
     kinds: ClassVar[tuple[str, ...]] = ("optimizer",)
 
 
-# Kinds of steps that are no artifacts.
+# Kinds of steps that are not artifacts.
 _OF_CALLS = ("forward", "backward")
 # What is not in the metadata, and what is left out of them where it is empty, as artifacts have always done.
 _APART = ("stored", "programs", "kept", "sums", "model")
@@ -371,6 +372,7 @@ _MAY_LACK = frozenset({"micro_batches", "loss_scale", "origins", "order", "proba
 )
 
 
+# Fields that are tuples of named tuples -> the class of those.
 _SEVERAL: Mapping[str, type[Any]] = {
     "inputs": TensorSpec,
     "outputs": TensorSpec,
@@ -386,10 +388,10 @@ def dtype_name(dtype: object) -> str:
 
 def to_metadata(model: Step | OptimizerModel) -> str:
     """Returns the text that :func:`from_metadata` reads."""
-    said = _said({key: value for key, value in vars(model).items() if key not in _APART})
+    entries = _json_fields({key: value for key, value in vars(model).items() if key not in _APART})
     if isinstance(model, Step) and model.sums:
-        said["gradients"] = {name: [model.sums[name], output] for name, output in model.gradients.items()}
-    return json.dumps({"format": FORMAT, **said})
+        entries["gradients"] = {name: [model.sums[name], output] for name, output in model.gradients.items()}
+    return json.dumps({"format": FORMAT, **entries})
 
 
 def from_metadata(cls: type[Model], text: str | None, name: str) -> Model:
@@ -409,51 +411,53 @@ def from_metadata(cls: type[Model], text: str | None, name: str) -> Model:
             "ort_trainer.artifacts.generate_artifacts()"
         )
     try:
-        found: dict[str, Any] = json.loads(text)
-        given, kind = found.pop("format"), found["kind"]
+        values: dict[str, Any] = json.loads(text)
+        version, kind = values.pop("format"), values["kind"]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{name} is damaged: its metadata can't be read ({error})") from error
-    if given not in range(1, FORMAT + 1):
-        newer = isinstance(given, int) and given > FORMAT
+    if version not in range(1, FORMAT + 1):
+        newer = isinstance(version, int) and version > FORMAT
         way = "update ort_trainer, or export again" if newer else "export again"
         raise ValueError(
-            f"{name} has artifact format {shown(given)}, but this ort_trainer reads formats 1 to {FORMAT}: {way}"
+            f"{name} has artifact format {shown(version)}, but this ort_trainer reads formats 1 to {FORMAT}: {way}"
         )
     if kind not in (*Step.kinds, *OptimizerModel.kinds, *_OF_CALLS):
         raise ValueError(f"{name} is damaged: unknown kind {shown(kind)} in its metadata")
     if kind not in cls.kinds and not (cls is Step and kind in _OF_CALLS):
         raise ValueError(f"expected the {' or '.join(cls.kinds)} model of an export, but {name} is the {kind} model")
     try:
-        if not found.keys().isdisjoint(_APART):
+        if not values.keys().isdisjoint(_APART):
             raise ValueError(f"unexpected fields, one of {list(_APART)}")
         for key, parts in _SEVERAL.items():
-            if key in found:
-                found[key] = tuple(parts(**_tuples(entry)) for entry in found[key])
-        if "loss_scale" in found:
-            found["loss_scale"] = TensorSpec(**_tuples(found["loss_scale"]))
-        if "index_ranges" in found:
-            found["index_ranges"] = tuple(map(IndexRange.from_json, found["index_ranges"]))
+            if key in values:
+                values[key] = tuple(parts(**_tuples(entry)) for entry in values[key])
+        if "loss_scale" in values:
+            values["loss_scale"] = TensorSpec(**_tuples(values["loss_scale"]))
+        if "index_ranges" in values:
+            values["index_ranges"] = tuple(map(IndexRange.from_json, values["index_ranges"]))
         if cls is OptimizerModel:
-            found["state"] = {key: Slot(**_tuples(entry)) for key, entry in found["state"].items()}
-        elif any(isinstance(value, list) for value in found.get("gradients", {}).values()):
-            pairs = found["gradients"].items()
-            found["sums"] = {key: before for key, (before, _) in pairs}
-            found["gradients"] = {key: output for key, (_, output) in pairs}
-        return cls(**_tuples({k: _tuples(v) if isinstance(v, dict) else v for k, v in found.items()}))
+            values["state"] = {key: Slot(**_tuples(entry)) for key, entry in values["state"].items()}
+        elif any(isinstance(value, list) for value in values.get("gradients", {}).values()):
+            pairs = values["gradients"].items()
+            values["sums"] = {key: before for key, (before, _) in pairs}
+            values["gradients"] = {key: output for key, (_, output) in pairs}
+        return cls(**_tuples({k: _tuples(v) if isinstance(v, dict) else v for k, v in values.items()}))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{name} is damaged: its metadata don't describe the {kind} model ({error})") from error
 
 
-def _said(values: Mapping[str, Any]) -> dict[str, Any]:
+def _json_fields(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns fields in the types of JSON, without those that are omitted if empty."""
     return {key: _plain(value) for key, value in values.items() if value or key not in _MAY_LACK}
 
 
 def _plain(value: Any) -> Any:
     """Returns a value in the types of JSON, named tuples as dicts."""
     if isinstance(value, tuple):
-        return _said(value._asdict()) if hasattr(value, "_asdict") else [_plain(part) for part in value]
+        return _json_fields(value._asdict()) if hasattr(value, "_asdict") else [_plain(part) for part in value]
     return {key: _plain(part) for key, part in value.items()} if isinstance(value, Mapping) else value
 
 
 def _tuples(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns fields with tuples in place of JSON's lists."""
     return {key: tuple(value) if isinstance(value, list) else value for key, value in entry.items()}

@@ -1,4 +1,4 @@
-"""Unique names, and new nodes with inferred types, for what changes or writes ONNX models."""
+"""Unique names, and new nodes with inferred types, for code that changes or writes ONNX models."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def infer_node(node: ir.Node, opset_imports: Mapping[str, int]) -> None:
         if tensor is not None and tensor.size <= _LARGEST_SHAPE:
             data[value.name] = ir.serde.serialize_tensor(tensor)
     try:
-        found = onnx.shape_inference.infer_node_outputs(
+        inferred = onnx.shape_inference.infer_node_outputs(
             onnx.defs.get_schema(node.op_type, opset_imports[node.domain], node.domain),
             ir.serde.serialize_node(node),
             types,  # type: ignore[arg-type]
@@ -59,9 +59,9 @@ def infer_node(node: ir.Node, opset_imports: Mapping[str, int]) -> None:
     ):
         return  # not an ONNX operator, not enough known about its inputs, or an unsupported type
     for value in node.outputs:
-        if value.name in found:
-            value.type = ir.serde.deserialize_type_proto_for_type(found[value.name])
-            value.shape = ir.serde.deserialize_type_proto_for_shape(found[value.name])
+        if value.name in inferred:
+            value.type = ir.serde.deserialize_type_proto_for_type(inferred[value.name])
+            value.shape = ir.serde.deserialize_type_proto_for_shape(inferred[value.name])
 
 
 def infer_missing(model: ir.Model) -> None:

@@ -53,11 +53,11 @@ class Origins:
             places: Name of a node -> the places of its steps.
             modules: Path and class name of all modules that may occur, in the model's order.
         """
-        found = {place.module for several in places.values() for place in several if place is not None}
-        for path in list(found):
+        paths = {place.module for several in places.values() for place in several if place is not None}
+        for path in list(paths):
             while (above := parent_of(path)) is not None:
-                found.add(path := above)
-        kept = [(path, kind) for path, kind in modules if path in found]
+                paths.add(path := above)
+        kept = [(path, kind) for path, kind in modules if path in paths]
         numbers = {path: 2 * index for index, (path, _) in enumerate(kept)}
 
         @functools.cache  # a graph has far more nodes than places
@@ -88,6 +88,7 @@ class Origins:
         return None if number == _UNKNOWN else Place(self.modules[number // 2][0], bool(number % 2))
 
     def _known_within(self, node: str) -> str | None:
+        """Returns the longest name of a node that another name contains; None if there is none."""
         if node not in self._renamed:
             self._renamed[node] = max((name for name in self._nodes if name in node), key=len, default=None)
         return self._renamed[node]

@@ -17,6 +17,8 @@ __all__ = ["SimplifyPass", "convert_opset"]
 
 
 def _rule(pattern: Callable[[Any, Any, Any], Any], neutral: float) -> RewriteRule:
+    """Returns a rule that removes an operator whose second operand is exactly the neutral element, a scalar."""
+
     def condition(context: Any, x: ir.Value, number: ir.Value) -> bool:
         constant = ir.convenience.get_const_tensor(number)
         return constant is not None and constant.numpy().ndim == 0 and bool(constant.numpy() == neutral)

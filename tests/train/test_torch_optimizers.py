@@ -281,7 +281,7 @@ def test_parameters_may_wait_frozen() -> None:
     freeze(both, True)
     both.step(3)
     both.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
-    with pytest.raises(RuntimeError, match="has 5 parameters, but had 4 when the trainer was made"):
+    with pytest.raises(RuntimeError, match="has 5 parameters, but had 4 when the trainer was created"):
         both.trainer.train_step(*mlp_batches(1)[0])
 
 

@@ -1,7 +1,7 @@
 """onnxruntime-training's onnxblock: losses and other pieces of a graph, put on top of an ONNX model.
 
-A block adds nodes to the model that :func:`base` holds; ``generate_artifacts`` takes blocks as loss and optimizer. The
-gradient is not a block's business here, so upstream's ``TrainingBlock`` is missing.
+A block adds nodes to the model that :func:`base` holds; ``generate_artifacts`` takes blocks as loss and optimizer.
+Here, blocks do not compute gradients, so upstream's ``TrainingBlock`` is missing.
 """
 
 from . import blocks, loss, optim

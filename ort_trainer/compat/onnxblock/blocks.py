@@ -24,7 +24,7 @@ _MICROSOFT = "com.microsoft"
 
 
 class Handle:
-    """What :func:`base` gives.
+    """The model that blocks add to; :func:`base` yields it.
 
     Attributes:
         model: The model, with all that blocks have added.
@@ -56,13 +56,13 @@ _current: ContextVar[Handle | None] = ContextVar("base", default=None)
 
 @contextlib.contextmanager
 def base(model: onnx.ModelProto) -> Iterator[Handle]:
-    """Makes a copy of a model the one that blocks add to.
+    """A context in which blocks add to a copy of a model.
 
     Args:
         model: The model, which is not changed.
 
     Raises:
-        RuntimeError: If there is one already.
+        RuntimeError: If this is inside another such context.
     """
     if _current.get() is not None:
         raise RuntimeError("blocks have a model already: leave its context (onnxblock.base) first")
@@ -77,7 +77,7 @@ def base(model: onnx.ModelProto) -> Iterator[Handle]:
 
 @contextlib.contextmanager
 def empty_base(opset_version: int = 18) -> Iterator[Handle]:
-    """Makes a model without nodes the one that blocks add to."""
+    """A context in which blocks add to a new model without nodes."""
     imports = [onnx.helper.make_opsetid("", opset_version), onnx.helper.make_opsetid(_MICROSOFT, 1)]
     graph = onnx.helper.make_graph([], "graph", [], [])
     with base(onnx.helper.make_model(graph, opset_imports=imports)) as handle:
@@ -110,9 +110,9 @@ class Block(ABC):
     def _add(self, op_type: str, names: Sequence[str], domain: str = "", outputs: int = 1, **attributes: Any) -> str:
         """Adds a node, and returns the name of its first output."""
         results = [self._handle.name(op_type.lower()) for _ in range(outputs)]
-        known = {key: value for key, value in attributes.items() if value is not None}
+        attributes = {key: value for key, value in attributes.items() if value is not None}
         self.base.graph.node.append(
-            onnx.helper.make_node(op_type, list(names), results, results[0] + "_node", domain=domain, **known)
+            onnx.helper.make_node(op_type, list(names), results, results[0] + "_node", domain=domain, **attributes)
         )
         return results[0]
 
@@ -257,12 +257,12 @@ class InputLike(Block):
     def build(self, name: str | None = None) -> str:
         """Adds the input, and returns its name."""
         graph = self.base.graph
-        known = {value.name: value for value in (*graph.value_info, *graph.output, *graph.input)}
-        if self._like not in known:
-            raise LookupError(f"the model has no input or output {self._like!r}, only {shown(list(known))}")
+        values = {value.name: value for value in (*graph.value_info, *graph.output, *graph.input)}
+        if self._like not in values:
+            raise LookupError(f"the model has no input or output {self._like!r}, only {shown(list(values))}")
         chosen = name or self._handle.name("input")
         added = graph.input.add()
-        added.CopyFrom(known[self._like])
+        added.CopyFrom(values[self._like])
         added.name = chosen
         self._handle.names.add(chosen)
         return chosen

@@ -23,6 +23,7 @@ class _Loss(Block):
         self._reduce = _REDUCTIONS[reduction](keepdims=False)
 
     def _target(self, like: str, name: str) -> str:
+        """Returns the name of the labels; adds an input for them if the model has no value of that name."""
         return name if self._handle.has(name) else str(InputLike(like)(name))
 
 
@@ -90,7 +91,7 @@ class BCEWithLogitsLoss(_Loss):
             factor = self._add("Add", [one, self._add("Mul", [excess, target])])
         softplus = self._add("Softplus", [self._add("Neg", [loss_input_name])])
         linear = self._add("Mul", [self._add("Sub", [one, target]), loss_input_name])
-        found = self._add("Add", [linear, self._add("Mul", [factor, softplus])])
+        loss = self._add("Add", [linear, self._add("Mul", [factor, softplus])])
         if self._weight is not None:
-            found = self._add("Mul", [found, self._keep("weight", np.asarray(self._weight, np.float32))])
-        return str(self._reduce(found))
+            loss = self._add("Mul", [loss, self._keep("weight", np.asarray(self._weight, np.float32))])
+        return str(self._reduce(loss))

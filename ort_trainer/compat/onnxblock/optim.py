@@ -27,6 +27,7 @@ class _Optimizer(Block):
         self._clip = clip_grad
 
     def _gradients(self) -> str:
+        """Returns the name of the gradients, clipped if asked."""
         return "gradients" if self._clip is None else str(self._clip("gradients"))
 
 

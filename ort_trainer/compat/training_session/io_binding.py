@@ -172,6 +172,7 @@ class _CudaMemory:
 
 
 def _memory(device_type: str, device_id: int, element_type: Any, shape: Sequence[int], address: int) -> torch.Tensor:
+    """Returns the memory at an address as a tensor, without a copy."""
     dtype = np.dtype(element_type)
     if device_type == "cuda":
         return torch.as_tensor(_CudaMemory(shape, dtype.str, address), device=f"cuda:{device_id}")

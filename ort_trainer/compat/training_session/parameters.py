@@ -1,4 +1,4 @@
-"""``TrainingParameters``, the settings of a :class:`~ort_trainer.TrainingSession`, and what they are to a trainer."""
+"""``TrainingParameters``, the settings of a :class:`~ort_trainer.TrainingSession`, and their meaning for a trainer."""
 
 from __future__ import annotations
 
@@ -129,6 +129,7 @@ class TrainingParameters:
 
 
 def _copied(value: Any, kind: type) -> Any:
+    """Returns a value in the type of its property; lists, sets and dicts are copied."""
     if kind in (list, set, dict):
         return kind(copy.deepcopy(value))
     return kind(value)
@@ -197,8 +198,8 @@ def _entries(providers: Any, provider_options: Any) -> list[tuple[str, Mapping[s
 
 def _usable(entries: Sequence[tuple[str, Mapping[str, Any]]]) -> list[tuple[str, Mapping[str, Any]]]:
     """Returns the providers that can be used here."""
-    known, available = known_providers(), available_providers()
-    unknown = [name for name, _ in entries if name not in known]
+    all_providers, available = known_providers(), available_providers()
+    unknown = [name for name, _ in entries if name not in all_providers]
     if unknown:
         raise ValueError(f"providers has {unknown}, unknown to ONNX Runtime: choose from {available}")
     skipped = [name for name, _ in entries if name not in available or (name == _CUDA and not has_cuda())]
@@ -269,9 +270,11 @@ def optimizer_of(parameters: TrainingParameters, model: OnnxModel) -> OptimizerC
     if name not in ("", *CONFIGS):
         raise ValueError(f"training_optimizer_name must be one of {sorted(CONFIGS)} or empty, but {name!r} was given")
     for what in ("optimizer_attributes_map", "optimizer_int_attributes_map"):
-        for weight, found in getattr(parameters, what).items():
-            if not isinstance(found, Mapping):
-                raise TypeError(f"{what}[{weight!r}] must be a dict of attributes, but it is {shown(found)}")
+        for weight, weight_attributes in getattr(parameters, what).items():
+            if not isinstance(weight_attributes, Mapping):
+                raise TypeError(
+                    f"{what}[{weight!r}] must be a dict of attributes, but it is {shown(weight_attributes)}"
+                )
     groups: list[dict[str, Any]] = []
     for weight in model.parameters:
         attributes: dict[str, Any] = dict(parameters.optimizer_attributes_map.get(weight, {}))
@@ -284,7 +287,7 @@ def optimizer_of(parameters: TrainingParameters, model: OnnxModel) -> OptimizerC
     return CONFIGS[name or "SGDOptimizer"](params=groups)
 
 
-# Where the settings of ONNX Runtime's former classes are among the options now, by former name.
+# Section of the options -> the settings of ONNX Runtime's former classes that have the same name in it.
 _SAME_NAME = {
     "batch": ("gradient_accumulation_steps",),
     "distributed": ("world_rank", "world_size", "data_parallel_size", "horizontal_parallel_size"),
@@ -299,6 +302,7 @@ _SAME_NAME = {
         *("model_after_graph_transforms_path", "model_with_gradient_graph_path", "model_with_training_graph_path"),
     ),
 }
+# Former name of a setting -> its dotted path among the options.
 _PLACES = {
     **{name: f"{section}.{name}" for section, names in _SAME_NAME.items() for name in names},
     "allreduce_post_accumulation": "distributed.allreduce_post_accumulation",
@@ -316,7 +320,7 @@ _OF_ONE_PROCESS = {"world_rank": 0, "world_size": 1, "data_parallel_size": 1}
 def former_options(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Returns settings, by former names or by the dotted paths of options, as a dict of options.
 
-    Leaves out ranks and sizes that say one process: a launcher may have started several without them.
+    Omits ranks and sizes of a single process, the former defaults: a launcher may have started several processes.
     """
     options: dict[str, Any] = {}
     for name, value in settings.items():
@@ -372,23 +376,23 @@ def state_to_begin_with(parameters: TrainingParameters, trainer: ORTTrainer) -> 
     if not parameters.training_optimizer_name:
         raise ValueError("set_optimizer_initial_state has no effect without training_optimizer_name: leave it out")
     state = trainer.state_dict()
-    known = state["optimizer"]
+    optimizer = state["optimizer"]
     for name, entries in parameters.optimizer_initial_state.items():
-        unknown = sorted(set(entries) - set(known.get(name, ())))
-        if name not in known or unknown:
+        unknown = sorted(set(entries) - set(optimizer.get(name, ())))
+        if name not in optimizer or unknown:
             raise ValueError(
                 f"set_optimizer_initial_state has {name!r}: {sorted(entries)}, but {trainer.optim_config.name} has "
-                f"state for { {weight: sorted(keys) for weight, keys in known.items()} }"
+                f"state for { {weight: sorted(keys) for weight, keys in optimizer.items()} }"
             )
-        known[name].update(entries)
+        optimizer[name].update(entries)
     return state
 
 
-def feed_of(given: Any) -> Mapping[str, Any]:
+def feed_of(feed: Any) -> Mapping[str, Any]:
     """Returns the inputs of a run after checking that they are a dict."""
-    if not isinstance(given, Mapping):
-        raise TypeError(f"the inputs must be a dict of names and values, but a {type(given).__name__} was given")
-    return given
+    if not isinstance(feed, Mapping):
+        raise TypeError(f"the inputs must be a dict of names and values, but a {type(feed).__name__} was given")
+    return feed
 
 
 def number_of(name: str, value: torch.Tensor) -> float:

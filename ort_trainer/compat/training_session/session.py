@@ -44,7 +44,7 @@ _NO_VERSION = 2**63 - 1  # what ONNX Runtime returns for a model without one
 _ALL_FINITE = "all_gradients_finite"
 _LOSS_SCALES = ("loss_scale", "session_loss_scale", "session_loss_scale_")
 _STEPS = "the trainer's train_step() and eval_step() run it, and trainer.session runs their halves"
-# What ONNX Runtime's classes had, and what there is instead.
+# Attributes of ONNX Runtime's classes -> what to use instead.
 _ELSEWHERE = {
     **dict.fromkeys(("run", "run_with_ort_values", "run_with_iobinding", "io_binding"), _STEPS),
     "run_async": "call run() in a thread",
@@ -71,7 +71,7 @@ class TrainerSession:
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{instead}", name=name, obj=self)
 
     def get_modelmeta(self) -> ModelMetadata:
-        """Returns what the model says of itself."""
+        """Returns the metadata of the model."""
         model = self._described_model
         return ModelMetadata(
             producer_name=model.producer_name or "",
@@ -134,7 +134,9 @@ class TrainerSession:
         if strict and isinstance(dict, Mapping):
             contents = self._trainer.loop.contents
             tensors = {**self._session.parameters, **self._session.buffers}
-            held = {name: own for name, own in contents.canonical.items() if own not in contents.trainable}
+            held = {
+                name: canonical for name, canonical in contents.canonical.items() if canonical not in contents.trainable
+            }
             full = {
                 **{name: tensors[held[name]].detach().cpu().numpy() for name in held if name in contents.tensors},
                 **dict,
@@ -191,7 +193,7 @@ class TrainerSession:
 
 @dataclass(frozen=True)
 class ModelMetadata:
-    """What a model says of itself, with the attributes of ``onnxruntime.ModelMetadata``, which can't be made here."""
+    """Metadata of a model, with the attributes of ``onnxruntime.ModelMetadata``, which Python code can't create."""
 
     producer_name: str
     graph_name: str
@@ -288,6 +290,7 @@ class TrainingSession(TrainerSession):
 
     @property
     def _feeds_scale(self) -> bool:
+        """Whether runs get the loss scale as an input."""
         return self._parameters.use_mixed_precision and self._parameters.loss_scale == 0.0
 
     def run(
@@ -334,25 +337,25 @@ class TrainingSession(TrainerSession):
 
     def get_inputs(self) -> list[NodeArg]:
         """Returns the inputs of a training run: the model's, the learning rate and the loss scale."""
-        found = [_node_arg(value) for value in self._model.model.graph.inputs if value.name in self._model.inputs]
+        inputs = [_node_arg(value) for value in self._model.model.graph.inputs if value.name in self._model.inputs]
         if self._parameters.training_optimizer_name:
-            found.append(NodeArg(self._parameters.lr_params_feed_name, "tensor(float)", [1]))
+            inputs.append(NodeArg(self._parameters.lr_params_feed_name, "tensor(float)", [1]))
         if self._feeds_scale:
-            found.append(NodeArg(self._scale_name, "tensor(float)", [1]))
-        return found
+            inputs.append(NodeArg(self._scale_name, "tensor(float)", [1]))
+        return inputs
 
     def get_outputs(self) -> list[NodeArg]:
         """Returns the outputs of a training run: the model's, followed by those that training adds."""
         dtypes = {spec.name: spec.dtype for spec in self._session.graphs(True)[0].outputs}
-        found = [_node_arg(value, dtypes.get(str(value.name), "")) for value in self._model.model.graph.outputs]
+        outputs = [_node_arg(value, dtypes.get(str(value.name), "")) for value in self._model.model.graph.outputs]
         if self._parameters.use_mixed_precision:
-            found.append(NodeArg(_ALL_FINITE, "tensor(bool)", [1]))
+            outputs.append(NodeArg(_ALL_FINITE, "tensor(bool)", [1]))
         if self._parameters.set_gradients_as_graph_outputs:
             weights = self._session.parameters
-            found += [
+            outputs += [
                 NodeArg(f"{name}_grad", "tensor(float)", list(weights[name].shape)) for name in self._session.gradients
             ]
-        return found
+        return outputs
 
     def get_overridable_initializers(self) -> list[NodeArg]:
         """Returns an empty list, because the session owns the initializers and a feed can't replace them."""
@@ -389,10 +392,10 @@ class TrainingSession(TrainerSession):
         Raises:
             ValueError: If the output is unknown.
         """
-        found = {entry.name: entry.type for entry in self.get_outputs()}
-        if output_name not in found:
-            raise ValueError(f"unknown output {output_name!r}: the outputs are {list(found)}")
-        return found[output_name] == "tensor(float)"
+        types = {entry.name: entry.type for entry in self.get_outputs()}
+        if output_name not in types:
+            raise ValueError(f"unknown output {output_name!r}: the outputs are {list(types)}")
+        return types[output_name] == "tensor(float)"
 
     def _reset_session(
         self,
@@ -417,6 +420,7 @@ class TrainingSession(TrainerSession):
         self._reset_session(providers, provider_options)
 
     def _make_trainer(self, providers: Any, provider_options: Any) -> ORTTrainer:
+        """Returns a trainer for the model and the parameters, on the device that the providers select."""
         parameters = self._parameters
         device, settings = providers_of(providers, provider_options)
         chosen: Any = options_of(parameters, self._model, device, settings, self._sess_options)
@@ -437,13 +441,14 @@ class TrainingSession(TrainerSession):
         run_options: Any,
         binding: IOBinding | None = None,
     ) -> list[torch.Tensor]:
+        """Runs the model once; repeats the run on other providers if one failed and the fallback is enabled."""
         try:
             return self._run_once(output_names, feed, run_options, binding)
         except provider_failure() as error:
             others = fallback_providers(self.get_providers())
             if not self._falls_back or not others or self._trainer.loop.strategy.world_size > 1:
                 raise
-            warn(f"{self.get_providers()[0]} failed: {error}; the run is repeated on {others}, for good")
+            warn(f"{self.get_providers()[0]} failed: {error}; this run is repeated, and later ones run, on {others}")
             self.disable_fallback()
             self.set_providers(others)
             return self._run_once(output_names, feed, run_options, binding)
@@ -455,44 +460,48 @@ class TrainingSession(TrainerSession):
         run_options: Any,
         binding: IOBinding | None,
     ) -> list[torch.Tensor]:
+        """Runs the model once, for training or evaluation."""
         if isinstance(output_names, str):
             raise TypeError(f"output_names must be a list of names, but {shown(output_names)} was given")
         training = bool(getattr(run_options, "training_mode", True))
-        known = [entry.name for entry in self.get_outputs()]
-        names = list(output_names or (known if training else self._model.outputs))
-        unknown = [name for name in names if name not in known]
+        all_names = [entry.name for entry in self.get_outputs()]
+        names = list(output_names or (all_names if training else self._model.outputs))
+        unknown = [name for name in names if name not in all_names]
         if unknown:
-            raise ValueError(f"unknown outputs {unknown}: the outputs are {known}")
-        own = [name for name in dict.fromkeys(names) if name in self._model.outputs]
+            raise ValueError(f"unknown outputs {unknown}: the outputs are {all_names}")
+        model_outputs = [name for name in dict.fromkeys(names) if name in self._model.outputs]
         if training:
             with Transaction(self._trainer.loop, joint=False):
-                results = self._train(feed, own, names, run_options, binding)
-        elif set(own) < set(names):
-            raise ValueError(f"outputs {sorted(set(names) - set(own))} exist in training only")
+                results = self._train(feed, model_outputs, names, run_options, binding)
+        elif set(model_outputs) < set(names):
+            raise ValueError(f"outputs {sorted(set(names) - set(model_outputs))} exist in training only")
         else:
-            results = self._evaluate(feed, own)
+            results = self._evaluate(feed, model_outputs)
         return [results[name] for name in names]
 
-    def _evaluate(self, feed: Mapping[str, torch.Tensor], own: Sequence[str]) -> dict[str, torch.Tensor]:
+    def _evaluate(self, feed: Mapping[str, torch.Tensor], model_outputs: Sequence[str]) -> dict[str, torch.Tensor]:
         inputs = {name: value for name, value in feed.items() if name not in self._extra_inputs()}
-        return dict(zip(own, self._trainer.loop.evaluate((inputs,), {}, own), strict=True))
+        return dict(zip(model_outputs, self._trainer.loop.evaluate((inputs,), {}, model_outputs), strict=True))
 
     def _train(
         self,
         feed: Mapping[str, torch.Tensor],
-        own: Sequence[str],
+        model_outputs: Sequence[str],
         names: Sequence[str],
         run_options: Any,
         binding: IOBinding | None,
     ) -> dict[str, torch.Tensor]:
+        """Runs forward and backward pass, and updates the weights at the end of an accumulation window."""
         parameters = self._parameters
         inputs = dict(feed)
-        given = {name: inputs.pop(name, None) for name in self._extra_inputs()}
+        extra_values = {name: inputs.pop(name, None) for name in self._extra_inputs()}
         may_update = not getattr(run_options, "only_execute_path_to_fetches", False)
-        missing = [name for name, value in given.items() if value is None and (name == self._scale_name or may_update)]
+        missing = [
+            name for name, value in extra_values.items() if value is None and (name == self._scale_name or may_update)
+        ]
         if missing:
             raise TypeError(f"inputs {missing} are missing: pass a float32 array of shape [1] for each")
-        extra = {name: number_of(name, value) for name, value in given.items() if value is not None}
+        extra = {name: number_of(name, value) for name, value in extra_values.items() if value is not None}
         rate = extra.get(parameters.lr_params_feed_name)
         loop, info, scaler = self._trainer.loop, self._trainer.train_step_info, self._trainer.loss_scaler
         window = loop.window
@@ -506,12 +515,12 @@ class TrainingSession(TrainerSession):
                 )
             scaler.loss_scale = scale
         scale = 1.0 if scaler is None else scaler.loss_scale
-        plan, batch = loop.bind((inputs,), {}, own or [parameters.loss_output_name])
+        plan, batch = loop.bind((inputs,), {}, model_outputs or [parameters.loss_output_name])
         if binding is not None:
             check_binding(binding, plan.runner.step, batch, self._session.gradients, _ALL_FINITE)
         gradients = {name: name.removesuffix("_grad") for name in names if name.endswith("_grad")}
         with uninterrupted():  # the pass and the update are one call here
-            results = dict(zip(own, loop.backward(plan, batch), strict=False))
+            results = dict(zip(model_outputs, loop.backward(plan, batch), strict=False))
             held = self._session.gradients
             results |= {name: held[weight] / scale for name, weight in gradients.items() if weight in held}
             info.all_finite = True

@@ -107,8 +107,8 @@ class AdamWConfig(AdamConfig):
         weight_decay: float = 0.01,
         max_norm_clip: float = math.inf,
     ) -> None:
-        given = {"betas": betas, "eps": eps, "weight_decay": weight_decay, "max_norm_clip": max_norm_clip}
-        super().__init__(params, lr, **self._own_names(given))
+        values = {"betas": betas, "eps": eps, "weight_decay": weight_decay, "max_norm_clip": max_norm_clip}
+        super().__init__(params, lr, **self._own_names(values))
 
     @property
     def betas(self) -> tuple[float, float]:
@@ -126,7 +126,7 @@ class AdamWConfig(AdamConfig):
         return float(self.lambda_coef)
 
     def _shown(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        names = {own: name for name, own in self._NAMES.items()}
+        names = {rule_name: name for name, rule_name in self._NAMES.items()}
         shown = {names.get(key, key): value for key, value in values.items()}
         if "alpha" in shown:
             shown["betas"] = (shown.pop("alpha"), shown.pop("beta"))
@@ -135,19 +135,19 @@ class AdamWConfig(AdamConfig):
 
     def _own_names(self, group: Mapping[str, Any]) -> dict[str, Any]:
         allowed = ("params", "lr", "betas", *self._NAMES, "max_norm_clip")
-        own: dict[str, Any] = {}
+        renamed: dict[str, Any] = {}
         for key, value in group.items():
             if key not in allowed:
                 raise ValueError(f"AdamWConfig does not have {key!r}: a parameter group has {list(allowed)}")
             if key == "betas":
                 if isinstance(value, str) or not isinstance(value, Sequence) or len(value) != 2:
                     raise TypeError(f"'betas' must be two numbers, but {shown(value)} was given")
-                own["alpha"], own["beta"] = (number("betas", beta, below=1.0) for beta in value)
+                renamed["alpha"], renamed["beta"] = (number("betas", beta, below=1.0) for beta in value)
             elif key in self._NAMES:
-                own[self._NAMES[key]] = number(key, value)
+                renamed[self._NAMES[key]] = number(key, value)
             else:
-                own[key] = value
-        return own
+                renamed[key] = value
+        return renamed
 
 
 class _Adam(Rule):
@@ -197,11 +197,11 @@ class _Adam(Rule):
     def nodes(self, nodes: Nodes, parameter: ParameterNodes) -> tuple[Any, Mapping[str, Any]]:
         weight, rate, hyper = parameter.weight, parameter.rate, parameter.hyper
         before = hyper["weight_decay_mode"] == AdamConfig.DecayMode.BEFORE_WEIGHT_UPDATE
-        kept, step, factor = adaptive_step(nodes, parameter, corrected_epsilon=before)
+        moments, step, factor = adaptive_step(nodes, parameter, corrected_epsilon=before)
         scale = rate if factor is None else nodes.op("Mul", rate, factor)
         if hyper["lambda_coef"]:
             decay = nodes.op("Mul", rate, nodes.number(hyper["lambda_coef"], weight))
-            left = nodes.op("Sub", nodes.number(1.0, weight), decay)
-            scale = scale if before else nodes.op("Mul", scale, left)
-            weight = nodes.op("Mul", weight, left)
-        return nodes.op("Sub", weight, nodes.op("Mul", step, scale)), kept
+            remaining = nodes.op("Sub", nodes.number(1.0, weight), decay)
+            scale = scale if before else nodes.op("Mul", scale, remaining)
+            weight = nodes.op("Mul", weight, remaining)
+        return nodes.op("Sub", weight, nodes.op("Mul", step, scale)), moments

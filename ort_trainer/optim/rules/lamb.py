@@ -90,7 +90,7 @@ class _Lamb(Rule):
         limits = batch.hyper["ratio_min"], batch.hyper["ratio_max"]
         for weight, direction in steps:
             ratio = next(norms) / next(norms)
-            usable = torch.isfinite(ratio) & (ratio > 0)
+            usable = torch.isfinite(ratio) & (ratio > 0)  # neither norm is 0
             ratio = torch.where(usable, ratio.clamp(*limits), 1.0)
             weight.sub_(direction.mul_(ratio), alpha=batch.lr)
 
@@ -111,7 +111,7 @@ class _Lamb(Rule):
 
     def nodes(self, nodes: Nodes, parameter: ParameterNodes) -> tuple[Any, Mapping[str, Any]]:
         weight, rate, hyper = parameter.weight, parameter.rate, parameter.hyper
-        kept, direction, factor = adaptive_step(nodes, parameter)
+        moments, direction, factor = adaptive_step(nodes, parameter)
         direction = direction if factor is None else nodes.op("Mul", direction, factor)
         if hyper["lambda_coef"]:
             decay = nodes.op("Mul", weight, nodes.number(hyper["lambda_coef"], weight))
@@ -124,4 +124,4 @@ class _Lamb(Rule):
             if math.isfinite(bound):
                 ratio = nodes.op(op_type, ratio, nodes.number(bound, weight))
         ratio = nodes.op("Where", usable, ratio, nodes.number(1.0, weight))
-        return nodes.op("Sub", weight, nodes.op("Mul", direction, nodes.op("Mul", rate, ratio))), kept
+        return nodes.op("Sub", weight, nodes.op("Mul", direction, nodes.op("Mul", rate, ratio))), moments

@@ -47,6 +47,8 @@ class LionConfig(OptimizerConfig):
 
 
 class _Lion(Rule):
+    """Lion, with operations on lists of tensors."""
+
     name = "LionOptimizer"
     slots = (MOMENT_1,)
 
@@ -69,8 +71,8 @@ class _Lion(Rule):
         # The new moment is computed from the average inside the sign, so that nothing reads the old moment after it.
         change = nodes.op("Sub", parameter.gradient, moment)
         average = nodes.op("Add", moment, nodes.op("Mul", change, nodes.number(1.0 - inner, weight)))
-        kept = {MOMENT_1: nodes.op("Add", average, nodes.op("Mul", change, nodes.number(inner - outer, weight)))}
+        new_slots = {MOMENT_1: nodes.op("Add", average, nodes.op("Mul", change, nodes.number(inner - outer, weight)))}
         if hyper["weight_decay"]:
             decay = nodes.op("Mul", rate, nodes.number(hyper["weight_decay"], weight))
             weight = nodes.op("Mul", weight, nodes.op("Sub", nodes.number(1.0, weight), decay))
-        return nodes.op("Sub", weight, nodes.op("Mul", nodes.op("Sign", average), rate)), kept
+        return nodes.op("Sub", weight, nodes.op("Mul", nodes.op("Sign", average), rate)), new_slots

@@ -63,6 +63,8 @@ class SGDConfig(OptimizerConfig):
 
 
 class _SGD(Rule):
+    """Gradient descent with torch's fused kernel."""
+
     name = "SGDOptimizer"
     slots = (MOMENTUM,)
 
@@ -117,7 +119,7 @@ class _SGD(Rule):
     def nodes(self, nodes: Nodes, parameter: ParameterNodes) -> tuple[Any, Mapping[str, Any]]:
         weight, gradient, slots = parameter.weight, parameter.gradient, parameter.slots
         count, rate, hyper = parameter.count, parameter.rate, parameter.hyper
-        kept: dict[str, Any] = {}
+        new_slots: dict[str, Any] = {}
         if hyper.get("weight_decay"):
             decay = nodes.op("Mul", weight, nodes.number(hyper["weight_decay"], weight))
             gradient = nodes.op("Add", gradient, decay)
@@ -129,7 +131,7 @@ class _SGD(Rule):
                 shares = [nodes.number(value, weight) for value in (1.0, 1.0 - hyper["dampening"])]
                 share = nodes.op("Mul", gradient, nodes.op("Where", is_first, *shares))
             average = nodes.op("Add", nodes.op("Mul", slots[MOMENTUM], momentum), share)
-            kept[MOMENTUM] = average
+            new_slots[MOMENTUM] = average
             ahead = nodes.op("Mul", average, momentum) if hyper["nesterov"] else None
             gradient = average if ahead is None else nodes.op("Add", gradient, ahead)
-        return nodes.op("Sub", weight, nodes.op("Mul", gradient, rate)), kept
+        return nodes.op("Sub", weight, nodes.op("Mul", gradient, rate)), new_slots
