@@ -21,7 +21,7 @@ RUN := $(BIN)/python -m tests.harness.run
 # The tests of a second run find the graphs of the first one, as far as neither model nor package have changed.
 quick test: export ORT_TRAINER_CACHE := $(CURDIR)/build/exports
 
-.PHONY: setup setup-stock setup-legacy demo browser browser-build quick test everything reach mutants matrix fuzz soak
+.PHONY: setup setup-stock setup-legacy demo browser browser-build quick test everything reach flakes mutants matrix fuzz soak
 .PHONY: test-js build-c test-c test-browser dist dist-test audit lint format torture bench fidelity operators onnx-operators onnx-round-trips recipes docs site clean
 
 # The stamp depends on what is installed, so that a changed constraint triggers a new installation. An environment that
@@ -99,6 +99,10 @@ everything: setup setup-stock
 # Measures under coverage which tests reach what, and writes tests/measured.json, which `quick` and `test` choose by.
 reach: setup setup-stock
 	$(RUN) reach $(if $(WRITE),--write)
+
+# What fails in one of three random orders, beside a load, is a defect of the test or of the package. Two hours.
+flakes: setup
+	$(RUN) flakes $(if $(SEED),--seed $(SEED))
 
 # After `make reach`: do the tests of the gate notice what those of the whole notice?
 mutants: setup

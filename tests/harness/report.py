@@ -14,7 +14,7 @@ from .step import Ended
 
 PAGE = ROOT / "docs" / "contributing.md"
 # The commands that sample by a seed.
-SAMPLED = ("quick", "gate")
+SAMPLED = ("quick", "gate", "flakes")
 # Maximum number of files in the table of files.
 _MOST = 25
 

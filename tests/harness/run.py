@@ -1,4 +1,4 @@
-"""Runs linters and tests for ``make quick``, ``make test``, ``make everything`` and ``make reach``.
+"""Runs linters and tests for ``make quick``, ``test``, ``everything``, ``reach`` and ``flakes``.
 
 Every step runs even if others fail. A page at the end says what ran, how long, and what was skipped and why.
 """
@@ -6,6 +6,7 @@ Every step runs even if others fail. A page at the end says what ran, how long, 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import shutil
 import subprocess
@@ -86,11 +87,23 @@ def reach(folder: Path, given: argparse.Namespace) -> Iterator[Step]:
     yield Step("measured.json", python("tests.harness.reach", *["--write"] * given.write), needs_all=True)
 
 
+def flakes(folder: Path, given: argparse.Namespace) -> Iterator[Step]:
+    """Runs the gate's tests three times in random order, beside two processes that do nothing but compute."""
+    with contextlib.ExitStack() as stack:
+        for _ in range(2):
+            load = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+            stack.callback(load.kill)
+        for number in range(3):
+            options = ("-m", "not slow and not torture", "--gate", "--seed", f"{given.seed} {number}")
+            yield pytest_step(folder, f"order {number}", *options, "-p", "randomly", f"--randomly-seed={number}")
+
+
 COMMANDS: dict[str, Callable[[Path, argparse.Namespace], Iterator[Step]]] = {
     "quick": quick,
     "gate": gate,
     "everything": everything,
     "reach": reach,
+    "flakes": flakes,
 }
 
 
