@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from ort_trainer.export.torch.capture.capture.capture import fingerprint
 from torch import nn
 
 from ort_trainer.export.torch import ExportedStep, RecomputeOptions
+from ort_trainer.export.torch.capture import fingerprint
 from ort_trainer.export.torch.capture.borrow import borrowed, quiet
 from ort_trainer.export.torch.capture.capture import capture
 from ort_trainer.export.torch.capture.fingerprint import NoFingerprint
