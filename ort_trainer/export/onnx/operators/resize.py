@@ -1,7 +1,8 @@
 """Resizes images: Resize and Upsample.
 
-Along each axis, an element of the output is a sum of neighbours in the input with coefficients that depend on where it
-lies. PyTorch's interpolation does it where it means the same; otherwise the sums are written out, axis by axis.
+Along each axis, an element of the output is a weighted sum of neighbours in the input; the weights depend on its
+position. PyTorch's interpolation is used where it means the same as ONNX's; otherwise the sums are written out, axis by
+axis.
 """
 
 from __future__ import annotations
@@ -65,12 +66,12 @@ def _upsample_by_attribute(x: _Tensor, *, mode: str, scales: list[float], node: 
     return _by_scales(x, scales, mode, node)
 
 
-@operator("Upsample", since=9, known=(1,))
+@operator("Upsample", since=9, known_inputs=(1,))
 def _upsample_by_input(x: _Tensor, scales: Any, *, mode: str, node: Node) -> _Tensor:
     return _by_scales(x, numbers(scales, "scales", node), mode, node)
 
 
-@operator("Resize", since=10, until=10, known=(1,))
+@operator("Resize", since=10, until=10, known_inputs=(1,))
 def _resize_of_10(x: _Tensor, scales: Any, *, mode: str, node: Node) -> _Tensor:
     return _by_scales(x, numbers(scales, "scales", node), mode, node)
 
@@ -81,7 +82,7 @@ def _by_scales(x: _Tensor, scales: Sequence[Number], mode: str, node: Node) -> _
     return _resized(x, axes, _Kind(mode, "asymmetric", "floor", -0.75, False, False, 0.0), node)
 
 
-@operator("Resize", since=11, known=(1, 2, 3))
+@operator("Resize", since=11, known_inputs=(1, 2, 3))
 def _resize(
     x: _Tensor,
     region: Any,
@@ -102,16 +103,16 @@ def _resize(
     chosen = list(range(x.dim())) if axes is None else [axis % x.dim() for axis in axes]
     crops = coordinate_transformation_mode == "tf_crop_and_resize"
     begin_end = numbers(region, "roi", node) if crops else [0.0] * len(chosen) + [1.0] * len(chosen)
-    given = [] if scales is None else [float(scale) for scale in numbers(scales, "scales", node)]
-    if given and crops:
-        parts = zip(chosen, given, begin_end, begin_end[len(chosen) :], strict=False)
-        found = [_Axis(a, x.shape[a], _floor(x.shape[a] * (end - begin) * s), s) for a, s, begin, end in parts]
-    elif given:
-        found = [_scaled(axis, x.shape[axis], scale) for axis, scale in zip(chosen, given, strict=True)]
+    factors = [] if scales is None else [float(scale) for scale in numbers(scales, "scales", node)]
+    if factors and crops:
+        parts = zip(chosen, factors, begin_end, begin_end[len(chosen) :], strict=False)
+        resized = [_Axis(a, x.shape[a], _floor(x.shape[a] * (end - begin) * s), s) for a, s, begin, end in parts]
+    elif factors:
+        resized = [_scaled(axis, x.shape[axis], scale) for axis, scale in zip(chosen, factors, strict=True)]
     else:
-        found = _sized(x, chosen, integers(sizes, "sizes", node), keep_aspect_ratio_policy, node)
-    regions = zip(found, begin_end[: len(chosen)], begin_end[len(chosen) :], strict=True)
-    found = [_Axis(a.axis, a.size, a.wanted, a.scale, begin, end) for a, begin, end in regions]
+        resized = _sized(x, chosen, integers(sizes, "sizes", node), keep_aspect_ratio_policy, node)
+    regions = zip(resized, begin_end[: len(chosen)], begin_end[len(chosen) :], strict=True)
+    resized = [_Axis(a.axis, a.size, a.wanted, a.scale, begin, end) for a, begin, end in regions]
     if antialias and mode == "nearest":
         raise node.error("antialias is for the modes linear and cubic, but the mode is 'nearest'")
     kind = _Kind(
@@ -123,21 +124,23 @@ def _resize(
         bool(antialias),
         extrapolation_value,
     )
-    return _resized(x, found, kind, node)
+    return _resized(x, resized, kind, node)
 
 
 def _scaled(axis: int, size: Number, scale: float) -> _Axis:
+    """Describes an axis resized by a scale; a whole scale keeps a symbolic size free of rounding."""
     if float(scale).is_integer():
         return _Axis(axis, size, size * int(scale), float(scale))
     return _Axis(axis, size, _floor(size * float(scale)), float(scale))
 
 
 def _floor(size: Number) -> Any:
-    """Returns a size, which is positive, as an integer."""
+    """Returns the floor of a size; truncation is the floor, because sizes are positive."""
     return torch.sym_int(size)  # type: ignore[no-untyped-call]
 
 
 def _sized(x: _Tensor, axes: Sequence[int], sizes: Sequence[Number], policy: str, node: Node) -> list[_Axis]:
+    """Describes axes resized to these sizes, or by one common scale to at most or at least these sizes."""
     pairs = list(zip(axes, sizes, strict=True))
     if policy == "stretch":
         return [_Axis(a, x.shape[a], new, 1.0 if new is x.shape[a] else _ratio(new, x.shape[a])) for a, new in pairs]
@@ -198,7 +201,10 @@ def _by_pytorch(x: _Tensor, axes: Sequence[_Axis], kind: _Kind) -> _Tensor | Non
 
 
 def _is_fractional(axis: _Axis) -> bool:
-    """Returns whether the scale is not that of the sizes, or can't be known to be."""
+    """Returns whether the scale differs from the ratio of the sizes, or may differ because they are symbolic.
+
+    PyTorch computes positions from the ratio of the sizes, ONNX from the scale.
+    """
     if isinstance(axis.size, int) and isinstance(axis.wanted, int):
         return not math.isclose(axis.wanted, axis.size * float(axis.scale), rel_tol=1e-6)
     return isinstance(axis.scale, float) and not axis.scale.is_integer()
@@ -226,7 +232,7 @@ def _along(x: _Tensor, axis: _Axis, kind: _Kind, node: Node) -> _Tensor:
 
 
 def _places(axis: _Axis, kind: _Kind, node: Node) -> Any:
-    """Returns where each element of the output lies in the input."""
+    """Returns the position of each element of the output in the input, by ONNX's formula of each coordinate mode."""
     y = torch.arange(axis.wanted, dtype=torch.float64)
     # The output's size before it was rounded.
     exact = axis.size * axis.scale
@@ -249,7 +255,11 @@ def _places(axis: _Axis, kind: _Kind, node: Node) -> Any:
 
 
 def _coefficients(place: _Tensor, axis: _Axis, kind: _Kind, node: Node) -> tuple[_Tensor, _Tensor]:
-    """Returns the first neighbour of each element, and the coefficients of all."""
+    """Returns the index of each element's first neighbour, and the coefficients of all neighbours.
+
+    For cubic, Keys' convolution kernel with ``a`` = cubic_coeff_a (R. Keys, 1981), at a distance d from the element:
+    (a + 2) d^3 - (a + 3) d^2 + 1 for d <= 1, and a d^3 - 5a d^2 + 8a d - 4a for 1 < d < 2.
+    """
     left = place.floor()
     if kind.mode == "nearest":
         rounding = {
@@ -269,7 +279,7 @@ def _coefficients(place: _Tensor, axis: _Axis, kind: _Kind, node: Node) -> tuple
         if not isinstance(axis.scale, (int, float)):
             raise node.error("with antialias it needs to know its scale: give it as a constant, or fix the sizes")
         scale = min(float(axis.scale), 1.0)
-    # With antialias, the coefficients reach further where the image gets smaller.
+    # With antialias, a downscaled element averages over more neighbours: the kernel is stretched by 1 / scale.
     begin = math.floor(-reach / scale) + 1
     distance = (torch.arange(begin, 2 - begin, dtype=place.dtype) - (place - left).unsqueeze(1)) * scale
     size = distance.abs()
