@@ -1,4 +1,4 @@
-"""Makes the training and evaluation models of an export from the graphs of a trainer."""
+"""Converts the graphs of a trainer to the training and evaluation models of an export."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from ..step.emitter import Names
 
 __all__ = ["check_portable", "evaluation_model", "training_model"]
 
+# The newest opset that the oldest supported engine reads.
 _MAXIMUM_OPSET = 21
 Values = Mapping[Any, ir.Value]
 _STANDARD = ("", "ai.onnx")
@@ -31,7 +32,7 @@ def training_model(graph: Step, factor: float) -> tuple[ir.Model, Step]:
         factor: Factor for the loss before the backward pass.
 
     Raises:
-        ValueError: If it has operators that some supported ONNX Runtime lacks.
+        ValueError: If it has operators that some supported version of ONNX Runtime lacks.
     """
     model = _portable(graph)
     inputs = {value.name: value for value in model.graph.inputs}
@@ -59,20 +60,20 @@ def training_model(graph: Step, factor: float) -> tuple[ir.Model, Step]:
     model.graph.outputs.clear()
     model.graph.outputs.extend([*kept, *results.values(), *updates])
     common_passes.RemoveUnusedNodesPass()(model)
-    said = replace(
+    description = replace(
         _described(graph, inputs, outputs),
         gradients={name: str(value.name) for name, value in results.items()},
         sums={name: str(value.name) for name, value in buffers.items()},
         reset=str(reset.name),
     )
-    return model, said
+    return model, description
 
 
 def evaluation_model(graph: Step) -> tuple[ir.Model, Step]:
     """Returns a copy of an evaluation graph, and its description.
 
     Raises:
-        ValueError: If it has operators that some supported ONNX Runtime lacks.
+        ValueError: If it has operators that some supported version of ONNX Runtime lacks.
     """
     model = _portable(graph)
     inputs = {value.name: value for value in model.graph.inputs}
@@ -94,7 +95,7 @@ def _batch_first(graph: Step, model: ir.Model) -> None:
 
 
 def _described(graph: Step, inputs: Values, outputs: Values) -> Step:
-    """Returns what both models say, with the element types that the graph has: float32 for a bfloat16 tensor."""
+    """Returns the description of a model, with the element types of its graph: float32 for a bfloat16 tensor."""
     return replace(
         graph,
         inputs=tuple(spec._replace(dtype=_dtype(inputs[spec.name], spec.dtype)) for spec in graph.inputs),
@@ -125,17 +126,17 @@ def _portable(graph: Step) -> ir.Model:
 
 
 def check_portable(graph: Step) -> None:
-    """Checks that every supported ONNX Runtime can run a graph.
+    """Checks that every supported version of ONNX Runtime can run a graph.
 
     Raises:
-        ValueError: If it has operators, or an opset, that some supported ONNX Runtime lacks.
+        ValueError: If it has operators, or an opset, that some supported version of ONNX Runtime lacks.
     """
     model = graph.model
     kind = "training" if graph.training else "evaluation"
-    found = {f"{node.domain}::{node.op_type}" for node in model.graph.all_nodes() if node.domain not in _STANDARD}
-    if found:
+    custom = {f"{node.domain}::{node.op_type}" for node in model.graph.all_nodes() if node.domain not in _STANDARD}
+    if custom:
         raise ValueError(
-            f"the {kind} graph has the operators {sorted(found)}, which are not standard ONNX, so some ONNX Runtimes "
+            f"the {kind} graph has the operators {sorted(custom)}, which are not standard ONNX, so some ONNX Runtimes "
             "could not run the artifacts: remove them from the model or from _internal_use.extra_postprocess"
         )
     opset = model.opset_imports[""]
