@@ -82,7 +82,7 @@ class Node:
         return index < len(self.wanted) and self.wanted[index]
 
     def input_type(self, index: int) -> ir.DataType | None:
-        """Returns the ONNX type of an input, which tells types of 2 and 4 bits from those that tensors have."""
+        """Returns the ONNX type of an input. Unlike a tensor's dtype, it distinguishes types of 2 and 4 bits."""
         return self.input_types[index] if index < len(self.input_types) else None
 
     def error(self, reason: str) -> ExportError:

@@ -56,7 +56,7 @@ NOT_IN_NUMPY: dict[torch.dtype, Any] = {
     torch.float8_e8m0fnu: np.uint8,
 }
 """Types that NumPy lacks -> the type in which NumPy can hold their bits."""
-# The alignment of PyTorch's allocator on the CPU, in bytes; kernels may rely on it.
+# The alignment of PyTorch's allocator on the CPU, in bytes. Memory that lacks it is copied.
 _ALIGNMENT = 64
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 

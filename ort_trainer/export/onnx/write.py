@@ -36,9 +36,9 @@ def with_weights(
     buffers = dict.fromkeys([*loaded.buffers, *recorded.get("buffers", ())])
     model.metadata_props[WEIGHTS] = json.dumps({"trained": list(trained), "frozen": frozen, "buffers": list(buffers)})
     weights = [value for value in graph.inputs if value.name in values]
-    kept = [value for value in graph.inputs if value.name not in values]
+    batch_inputs = [value for value in graph.inputs if value.name not in values]
     graph.inputs.clear()
-    graph.inputs.extend(kept)
+    graph.inputs.extend(batch_inputs)
     dtypes = {name: tensor.dtype for name, tensor in [*loaded.parameters.items(), *loaded.buffers.items()]}
     for value in weights:
         name = str(value.name)

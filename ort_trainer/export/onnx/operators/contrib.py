@@ -16,7 +16,7 @@ from ..registry import Node, operator
 from .convolution import convolved
 from .linear_algebra import gemm
 from .normalization import check_stash_type, layer_normalized, rms_normalized
-from .quantization import dequantized, quantized
+from .quantization import dequantized, quantized, zero_point_type
 
 _Tensor = torch.Tensor
 _DOMAIN = "com.microsoft"
@@ -255,7 +255,5 @@ def _dequantize(
 def _quantize(
     x: _Tensor, scale: _Tensor, zero: _Tensor | None, *, axis: int = 1, block_size: int = 0, node: Node
 ) -> _Tensor:
-    wanted = ir.DataType.UINT8
-    if zero is not None:
-        wanted = node.input_type(2) or ir.tensor_adapters.from_torch_dtype(zero.dtype)
-    return quantized(x, scale, zero, axis, block_size, wanted, node)
+    output_type = ir.DataType.UINT8 if zero is None else zero_point_type(node, 2, zero)
+    return quantized(x, scale, zero, axis, block_size, output_type, node)

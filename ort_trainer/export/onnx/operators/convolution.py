@@ -98,7 +98,7 @@ def _transposed_convolution(
     _check_kernel(weight, kernel_shape, node)
     windows = windows_of(node, x, weight.shape[2:], strides, dilations, "VALID", None)
     rank = len(windows.sizes)
-    more: list[Number] = list(output_padding or [0] * rank)
+    extra_padding: list[Number] = list(output_padding or [0] * rank)
     # The output's size without padding.
     full = [
         (size - 1) * stride + extent
@@ -108,14 +108,14 @@ def _transposed_convolution(
         shape = (output_shape or [size * stride for size, stride in zip(windows.sizes, windows.strides, strict=True)])[
             -rank:
         ]
-        excess = [size + extra - wanted for size, extra, wanted in zip(full, more, shape, strict=True)]
+        excess = [size + extra - target for size, extra, target in zip(full, extra_padding, shape, strict=True)]
         before, after = same_pads(
             node,
             [greatest(total, 0) for total in excess],
             auto_pad if auto_pad == "SAME_UPPER" else "SAME_LOWER",
         )
         # An output shape beyond the full size is padded at the end.
-        more = [extra + greatest(-total, 0) for extra, total in zip(more, excess, strict=True)]
+        extra_padding = [extra + greatest(-total, 0) for extra, total in zip(extra_padding, excess, strict=True)]
     else:
         if auto_pad not in ("NOTSET", "VALID"):
             same_pads(node, [], auto_pad)
@@ -123,18 +123,20 @@ def _transposed_convolution(
         before, after = list(explicit_pads[:rank]), list(explicit_pads[rank:])
     transposed = _TRANSPOSED[rank]
     # PyTorch requires the same padding on both sides, and less output padding than the stride or dilation.
-    has_fixed_pads = all(isinstance(number, int) for number in (*before, *after, *more))
+    has_fixed_pads = all(isinstance(number, int) for number in (*before, *after, *extra_padding))
     native = has_fixed_pads and all(
         a == b >= 0 and extra < max(stride, step)
-        for a, b, extra, stride, step in zip(before, after, more, windows.strides, windows.dilations, strict=True)
+        for a, b, extra, stride, step in zip(
+            before, after, extra_padding, windows.strides, windows.dilations, strict=True
+        )
     )
     result: _Tensor
     if native:
-        result = transposed(x, weight, bias, windows.strides, before, more, group, windows.dilations)
+        result = transposed(x, weight, bias, windows.strides, before, extra_padding, group, windows.dilations)
         return result
     # Otherwise computes the output without padding, then crops or extends it.
     result = transposed(x, weight, None, windows.strides, 0, 0, group, windows.dilations)
-    result = padded(result, [-p for p in before], [extra - p for extra, p in zip(more, after, strict=True)])
+    result = padded(result, [-p for p in before], [extra - p for extra, p in zip(extra_padding, after, strict=True)])
     return result if bias is None else result + bias.reshape([-1] + [1] * rank)
 
 

@@ -111,7 +111,7 @@ def _align_regions(
     extents = [edges[:, 3] - edges[:, 1], edges[:, 2] - edges[:, 0]]
     if not half_pixel:
         extents = [extent.clamp(min=1) for extent in extents]
-    places, kept = [], []
+    places, sample_masks = [], []
     for begin, extent, number in zip(begins, extents, bins, strict=True):
         step = extent / number
         # Without a sampling ratio, each bin has one sample per pixel, so regions differ in their number of samples.
@@ -120,7 +120,7 @@ def _align_regions(
         inner = (torch.arange(most) + 0.5) / each.unsqueeze(1)
         place = torch.arange(number).unsqueeze(1) + inner.unsqueeze(1)
         places.append(begin.reshape(-1, 1, 1) + place * step.reshape(-1, 1, 1))
-        kept.append((torch.arange(most) < each.unsqueeze(1)).reshape(count, 1, most))
+        sample_masks.append((torch.arange(most) < each.unsqueeze(1)).reshape(count, 1, most))
     # (regions, bins down, samples down, bins across, samples across)
     shape = [count, bins[0], places[0].shape[2], bins[1], places[1].shape[2]]
     y = places[0].reshape(*shape[:3], 1, 1).expand(shape).flatten(1)
@@ -130,7 +130,7 @@ def _align_regions(
     parts = corners(x[images.long()], y.clamp(0, height - 1), across.clamp(0, width - 1))
     terms = torch.stack([values * factor.unsqueeze(1) for values, factor in parts])
     terms = terms.masked_fill(outside.unsqueeze(1), 0)
-    valid = (kept[0].reshape(count, 1, 1, -1, 1, 1) & kept[1].reshape(count, 1, 1, 1, 1, -1)).expand(
+    valid = (sample_masks[0].reshape(count, 1, 1, -1, 1, 1) & sample_masks[1].reshape(count, 1, 1, 1, 1, -1)).expand(
         count, 1, *shape[1:]
     )
     split = [count, x.shape[1], *shape[1:]]

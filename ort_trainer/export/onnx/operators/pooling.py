@@ -171,8 +171,8 @@ def _max_unpool(
     result = flat.reshape([x.shape[0], x.shape[1], *sizes])
     if output_shape is None:
         return result
-    wanted = integers(output_shape, "output_shape", node)
-    return padded(result, [0] * rank, [new - old for new, old in zip(wanted[-rank:], sizes, strict=True)])
+    target_shape = integers(output_shape, "output_shape", node)
+    return padded(result, [0] * rank, [new - old for new, old in zip(target_shape[-rank:], sizes, strict=True)])
 
 
 @operator("MaxRoiPool")

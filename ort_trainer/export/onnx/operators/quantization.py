@@ -102,11 +102,18 @@ def _quantize(
     saturate: int = 1,
     node: Node,
 ) -> _Tensor:
-    wanted = ir.DataType(output_dtype or ir.DataType.UINT8)
+    output_type = ir.DataType(output_dtype or ir.DataType.UINT8)
     if zero is not None:
-        # Tensors store zero points of 2 and 4 bits in 8 bits, so the ONNX type is read before the dtype.
-        wanted = node.input_type(2) or ir.tensor_adapters.from_torch_dtype(zero.dtype)
-    return quantized(x, scale, zero, axis, block_size, wanted, node, saturate, precision)
+        output_type = zero_point_type(node, 2, zero)
+    return quantized(x, scale, zero, axis, block_size, output_type, node, saturate, precision)
+
+
+def zero_point_type(node: Node, index: int, zero: _Tensor) -> ir.DataType:
+    """Returns the type of a zero point, which is that of the output.
+
+    The model's type comes before the dtype, because tensors store types of 2 and 4 bits in 8 bits.
+    """
+    return node.input_type(index) or ir.tensor_adapters.from_torch_dtype(zero.dtype)
 
 
 def quantized(
@@ -115,7 +122,7 @@ def quantized(
     zero: _Tensor | None,
     axis: int,
     block_size: int,
-    wanted: ir.DataType,
+    output_type: ir.DataType,
     node: Node,
     saturate: int = 1,
     precision: int = 0,
@@ -123,16 +130,16 @@ def quantized(
     """Returns floats quantized to a type, round(x / scale) + zero, with ties to even; the result has no gradient."""
     dtype = torch_dtype(precision) if precision else scale.dtype
     values = x.detach().to(dtype) / _spread(scale.detach(), x, axis, block_size, node).to(dtype)
-    if wanted not in _LIMITS:
+    if output_type not in _LIMITS:
         values = values if zero is None else values + _spread(zero, x, axis, block_size, node).to(dtype)
-        return cast(values, wanted, bool(saturate), "up", node)
+        return cast(values, output_type, bool(saturate), "up", node)
     # Clamped before the conversion too, which is undefined for floats beyond the range of int64.
     whole = values.round().double().clamp(-(2.0**31), 2.0**31).to(torch.int64)
-    return _limited(whole if zero is None else whole + _spread(zero, x, axis, block_size, node).long(), wanted)
+    return _limited(whole if zero is None else whole + _spread(zero, x, axis, block_size, node).long(), output_type)
 
 
-def _limited(values: _Tensor, wanted: ir.DataType) -> _Tensor:
-    return values.clamp(*_LIMITS[wanted]).to(torch_dtype(wanted))
+def _limited(values: _Tensor, output_type: ir.DataType) -> _Tensor:
+    return values.clamp(*_LIMITS[output_type]).to(torch_dtype(output_type))
 
 
 @operator("DynamicQuantizeLinear", since=11)
@@ -184,8 +191,8 @@ def _product_of_quantized(
     rows = _of_rows(a_scale)
     assert rows is not None
     product = _exact_product(a, b, a_zero, b_zero) * (rows.double() * b_scale.double())
-    wanted = node.input_type(7) or ir.tensor_adapters.from_torch_dtype(y_zero.dtype)
-    return quantized(product, y_scale.double(), y_zero, -1, 0, wanted, node)
+    output_type = zero_point_type(node, 7, y_zero)
+    return quantized(product, y_scale.double(), y_zero, -1, 0, output_type, node)
 
 
 @operator("ConvInteger", since=10)
@@ -234,5 +241,5 @@ def _convolution_of_quantized(
     offset = None if bias is None else bias.double()
     sums = convolved(_without(x, x_zero), kernel, offset, node, auto_pad, dilations, group, kernel_shape, pads, strides)
     of_channels = (x_scale.double() * weight_scale.double()).reshape([-1] + [1] * (weight.dim() - 2))
-    wanted = node.input_type(7) or ir.tensor_adapters.from_torch_dtype(y_zero.dtype)
-    return quantized(sums * of_channels, y_scale.double(), y_zero, 1, 0, wanted, node)
+    output_type = zero_point_type(node, 7, y_zero)
+    return quantized(sums * of_channels, y_scale.double(), y_zero, 1, 0, output_type, node)

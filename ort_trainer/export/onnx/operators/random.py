@@ -39,8 +39,8 @@ def _dropout(x: _Tensor, ratio: float, training: bool, node: Node) -> tuple[_Ten
         return (F.dropout(x, ratio) if active else x,)
     if not active:
         return x, torch.ones_like(x, dtype=torch.bool)
-    kept = F.dropout(torch.ones_like(x), ratio)
-    return x * kept, kept != 0
+    scaled_mask = F.dropout(torch.ones_like(x), ratio)
+    return x * scaled_mask, scaled_mask != 0
 
 
 @operator("RandomNormal")

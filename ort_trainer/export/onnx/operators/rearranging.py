@@ -187,8 +187,8 @@ def _triangle(x: _Tensor, k: Any, *, upper: int) -> _Tensor:
     if isinstance(k, _Tensor) and is_traced(k):
         rows, columns = (torch.arange(x.shape[axis], device=x.device) for axis in (-2, -1))
         distance = columns - rows[:, None]
-        kept = distance >= k.reshape(()) if upper else distance <= k.reshape(())
-        return torch.where(kept, x, torch.zeros_like(x))
+        inside = distance >= k.reshape(()) if upper else distance <= k.reshape(())
+        return torch.where(inside, x, torch.zeros_like(x))
     diagonal = 0 if k is None else k.item()
     return torch.triu(x, diagonal) if upper else torch.tril(x, diagonal)
 

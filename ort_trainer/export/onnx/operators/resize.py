@@ -29,7 +29,7 @@ class _Axis:
     Attributes:
         axis: The axis.
         size: The size of the input.
-        wanted: The size of the output.
+        output_size: The size of the output.
         scale: The scale; its product with the input's size may differ from the output's.
         begin: Where the region to be resized begins, as a part of the input.
         end: Where it ends.
@@ -37,7 +37,7 @@ class _Axis:
 
     axis: int
     size: Number
-    wanted: Number
+    output_size: Number
     scale: Number
     begin: float = 0.0
     end: float = 1.0
@@ -112,7 +112,7 @@ def _resize(
     else:
         resized = _sized(x, chosen, integers(sizes, "sizes", node), keep_aspect_ratio_policy, node)
     regions = zip(resized, begin_end[: len(chosen)], begin_end[len(chosen) :], strict=True)
-    resized = [_Axis(a.axis, a.size, a.wanted, a.scale, begin, end) for a, begin, end in regions]
+    resized = [_Axis(a.axis, a.size, a.output_size, a.scale, begin, end) for a, begin, end in regions]
     if antialias and mode == "nearest":
         raise node.error("antialias is for the modes linear and cubic, but the mode is 'nearest'")
     kind = _Kind(
@@ -153,8 +153,8 @@ def _sized(x: _Tensor, axes: Sequence[int], sizes: Sequence[Number], policy: str
     return [_Axis(a, x.shape[a], new, scale) for a, new in rounded]
 
 
-def _ratio(wanted: Number, size: Number) -> Number:
-    return wanted / size
+def _ratio(output_size: Number, size: Number) -> Number:
+    return output_size / size
 
 
 def _resized(x: _Tensor, axes: Sequence[_Axis], kind: _Kind, node: Node) -> _Tensor:
@@ -180,17 +180,17 @@ def _by_pytorch(x: _Tensor, axes: Sequence[_Axis], kind: _Kind) -> _Tensor | Non
     spatial = {axis.axis: axis for axis in axes}
     if not 1 <= rank <= 3 or min(spatial) < 2 or kind.antialias or not x.dtype.is_floating_point:
         return None
-    by_size = all(axis.wanted is not None and not _is_fractional(axis) for axis in axes)
+    by_size = all(axis.output_size is not None and not _is_fractional(axis) for axis in axes)
     align = kind.coordinates == "align_corners"
     half = kind.coordinates in ("half_pixel", "half_pixel_symmetric") or (
         kind.coordinates == "pytorch_half_pixel"
-        and all(isinstance(axis.wanted, int) and axis.wanted > 1 for axis in axes)
+        and all(isinstance(axis.output_size, int) and axis.output_size > 1 for axis in axes)
     )
-    if not by_size or not all(isinstance(axis.wanted, int) or not align for axis in axes):
+    if not by_size or not all(isinstance(axis.output_size, int) or not align for axis in axes):
         return None
-    if align and any(axis.wanted == 1 for axis in axes):
+    if align and any(axis.output_size == 1 for axis in axes):
         return None
-    size = [spatial[i].wanted if i in spatial else x.shape[i] for i in range(2, x.dim())]
+    size = [spatial[i].output_size if i in spatial else x.shape[i] for i in range(2, x.dim())]
     if kind.mode == "nearest" and kind.coordinates == "asymmetric" and kind.nearest == "floor":
         return F.interpolate(x, size)
     if kind.mode == "linear" and (half or align) and not kind.exclude_outside:
@@ -205,8 +205,8 @@ def _is_fractional(axis: _Axis) -> bool:
 
     PyTorch computes positions from the ratio of the sizes, ONNX from the scale.
     """
-    if isinstance(axis.size, int) and isinstance(axis.wanted, int):
-        return not math.isclose(axis.wanted, axis.size * float(axis.scale), rel_tol=1e-6)
+    if isinstance(axis.size, int) and isinstance(axis.output_size, int):
+        return not math.isclose(axis.output_size, axis.size * float(axis.scale), rel_tol=1e-6)
     return isinstance(axis.scale, float) and not axis.scale.is_integer()
 
 
@@ -233,7 +233,7 @@ def _along(x: _Tensor, axis: _Axis, kind: _Kind, node: Node) -> _Tensor:
 
 def _places(axis: _Axis, kind: _Kind, node: Node) -> Any:
     """Returns the position of each element of the output in the input, by ONNX's formula of each coordinate mode."""
-    y = torch.arange(axis.wanted, dtype=torch.float64)
+    y = torch.arange(axis.output_size, dtype=torch.float64)
     # The output's size before it was rounded.
     exact = axis.size * axis.scale
     last = axis.size - 1
@@ -242,15 +242,15 @@ def _places(axis: _Axis, kind: _Kind, node: Node) -> Any:
     if kind.coordinates == "asymmetric":
         return y / axis.scale
     if kind.coordinates == "tf_crop_and_resize":
-        if axis.wanted == 1:
+        if axis.output_size == 1:
             return y * 0 + 0.5 * (axis.begin + axis.end) * last
-        return y * ((axis.end - axis.begin) * last / (axis.wanted - 1)) + axis.begin * last
+        return y * ((axis.end - axis.begin) * last / (axis.output_size - 1)) + axis.begin * last
     if kind.coordinates == "pytorch_half_pixel" and exact == 1:
         return y * 0 - 0.5
     if kind.coordinates in ("half_pixel", "pytorch_half_pixel"):
         return (y + 0.5) / axis.scale - 0.5
     if kind.coordinates == "half_pixel_symmetric":
-        return axis.size / 2 * (1 - axis.wanted / exact) + (y + 0.5) / axis.scale - 0.5
+        return axis.size / 2 * (1 - axis.output_size / exact) + (y + 0.5) / axis.scale - 0.5
     raise node.error(f"coordinate_transformation_mode is {kind.coordinates!r}, which ONNX does not define")
 
 

@@ -94,10 +94,10 @@ def _to_real(x: _Tensor, count: Number) -> Any:
     cosines, sines = _waves(count, x.shape[-2], count, x.dtype)
     # The other half of the spectrum is the conjugate: each frequency except the first and the middle counts twice.
     k = torch.arange(x.shape[-2])
-    twice = torch.where((k == 0) | (2 * k == count), 1.0, 2.0).to(x.dtype) / count
-    real = (x[..., 0] * twice) @ cosines
+    weights = torch.where((k == 0) | (2 * k == count), 1.0, 2.0).to(x.dtype) / count
+    real = (x[..., 0] * weights) @ cosines
     if x.shape[-1] == 2:
-        real = real - (x[..., 1] * twice) @ sines
+        real = real - (x[..., 1] * weights) @ sines
     return real.unsqueeze(-1)
 
 
