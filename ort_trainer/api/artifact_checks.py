@@ -165,11 +165,11 @@ def check_fits(model: Step | OptimizerModel, inputs: Sequence[Any], outputs: Seq
     for kind, described, values in (("input", described_inputs, inputs), ("output", described_outputs, outputs)):
         values_by_name = {value.name: value for value in values}
         # Extra outputs do no harm.
-        strange = [key for key in described if key not in values_by_name] + [
+        mismatched = [key for key in described if key not in values_by_name] + [
             key for key in values_by_name if key not in described and kind == "input"
         ]
-        if strange:
-            raise ValueError(f"{name} is damaged: its metadata and its graph disagree about the {kind}s {strange}")
+        if mismatched:
+            raise ValueError(f"{name} is damaged: its metadata and its graph disagree about the {kind}s {mismatched}")
         for key, (dtype, shape) in described.items():
             value = values_by_name[key]
             if dtype is not None and element_type(value.type) != dtype:

@@ -67,9 +67,9 @@ class LiveState:
         self.missing = set(self.parameters) if checkpoint.nominal else set()
         self._buffers = tuple(checkpoint.buffers)
         self.values = {**_taken(checkpoint.parameters), **_taken(checkpoint.buffers)}
-        strange = [name for name in (*self.trainable, *checkpoint.gradients) if name not in self.parameters]
-        if strange:
-            raise CheckpointError(f"{name} is damaged: the parameters {strange} are missing")
+        unknown = [name for name in (*self.trainable, *checkpoint.gradients) if name not in self.parameters]
+        if unknown:
+            raise CheckpointError(f"{name} is damaged: the parameters {unknown} are missing")
         self.gradients = _taken(checkpoint.gradients)
         self.reset = not self.gradients
         self.micro_batches = checkpoint.micro_batches
@@ -77,7 +77,7 @@ class LiveState:
         self._other_gradients: dict[str, StateTensor] = {}
         self._other_buffers: dict[str, StateTensor] = {}
         self.optimizer: dict[str, StateTensor] | None = None
-        self._kept = checkpoint.optimizer
+        self._saved_optimizer = checkpoint.optimizer
         self.optimization_step = checkpoint.optimization_step or 0
         self.learning_rates = list(checkpoint.learning_rates)
         self.schedule = checkpoint.schedule
@@ -198,19 +198,19 @@ class LiveState:
             )
         if self.optimizer is not None:
             return
-        kept = self._kept
-        if kept is None:
+        arrays = self._saved_optimizer
+        if arrays is None:
             self._check_size(slots)
-            kept = {key: np.full(slot.shape, slot.initial, slot.dtype) for key, slot in slots.items()}
-        kept_specs = {key: (str(value.dtype), value.shape) for key, value in kept.items()}
+            arrays = {key: np.full(slot.shape, slot.initial, slot.dtype) for key, slot in slots.items()}
+        array_specs = {key: (str(value.dtype), value.shape) for key, value in arrays.items()}
         model_specs = {key: (slot.dtype, tuple(slot.shape)) for key, slot in slots.items()}
-        if kept_specs != model_specs:
+        if array_specs != model_specs:
             wrong = sorted(
-                key for key in kept_specs.keys() | model_specs.keys() if kept_specs.get(key) != model_specs.get(key)
+                key for key in array_specs.keys() | model_specs.keys() if array_specs.get(key) != model_specs.get(key)
             )
             raise CheckpointError(f"{self.name} holds the state of another optimizer: {wrong} don't match the model")
-        self.optimizer = {key: StateTensor(kept[key], self.device) for key in slots}
-        self._kept = None
+        self.optimizer = {key: StateTensor(arrays[key], self.device) for key in slots}
+        self._saved_optimizer = None
 
     def _check_size(self, slots: Mapping[str, Slot]) -> None:
         """Checks that the optimizer model describes a state of plausible size, before it is allocated."""
@@ -271,7 +271,7 @@ class LiveState:
             return checkpoint
         return dataclasses.replace(
             checkpoint,
-            optimizer=self._kept if self.optimizer is None else _viewed(self.optimizer, self.optimizer),
+            optimizer=self._saved_optimizer if self.optimizer is None else _viewed(self.optimizer, self.optimizer),
             optimization_step=self.optimization_step,
             gradients={} if self.reset else _viewed(self.gradients, self.gradients),
             micro_batches=0 if self.reset else self.micro_batches,

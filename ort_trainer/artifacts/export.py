@@ -146,8 +146,10 @@ def _collect(loop: TrainingLoop, state: State, optimizer: bool, outputs: Sequenc
     # Each micro-batch adds its share of the mean, so the sum over a full window is the mean.
     count = window.size if window.reduction == "mean" else 1
     updates = parameter_updates(loop, state, list(training.gradients))
-    model, description, kept = optimizer_model(optimizer_name(loop.config), updates, len(state.learning_rates), count)
-    checkpoint = for_device(replace(state, schedule=_schedule_of(loop)), kept, list(updates))
+    model, description, optimizer_state = optimizer_model(
+        optimizer_name(loop.config), updates, len(state.learning_rates), count
+    )
+    checkpoint = for_device(replace(state, schedule=_schedule_of(loop)), optimizer_state, list(updates))
     if not optimizer:
         checkpoint.optimizer = None
     buffers = [name for name in checkpoint.parameters if name in executor.buffers]

@@ -107,12 +107,12 @@ def write_files(folder: Path, write: Callable[[Path], None], prefix: str = "") -
             temporary = stack.enter_context(temporary_folder(around, folder.name))
             write(temporary)
         written = [path.name for path in temporary.iterdir()]
-        left = [folder / f"{prefix}{name}" for name in FILES if name not in written]  # from an earlier export
+        outdated = [folder / f"{prefix}{name}" for name in FILES if name not in written]  # from an earlier export
         if not folder.is_dir():
             folder.mkdir()
             stack.callback(_remove_empty, folder)
         files = ((temporary / name, folder / f"{prefix}{name}") for name in written)
-        replace_all(files, folder / f"{prefix}{CHECKPOINT}", left)
+        replace_all(files, folder / f"{prefix}{CHECKPOINT}", outdated)
 
 
 def _remove_empty(folder: Path) -> None:

@@ -83,7 +83,7 @@ class _Builder:
             dtype = ir.tensor_adapters.from_torch_dtype(updated.weight.dtype)
             weights[parameter] = self._input(parameter, dtype, updated.weight.shape)
             gradients[parameter] = self._input(f"{parameter}_grad", dtype, updated.weight.shape)
-        taken = {parameter: str(value.name) for parameter, value in gradients.items()}
+        gradient_names = {parameter: str(value.name) for parameter, value in gradients.items()}
         number = self._input(_MICRO_BATCHES, ir.DataType.INT64, [1]) if self._window > 1 else None
         if number is not None:
             gradients = {name: writer.mean(value, number, self._window) for name, value in gradients.items()}
@@ -96,10 +96,10 @@ class _Builder:
                 slot: self._input(f"{parameter}.{slot}", weight.dtype, updated.weight.shape) for slot in updated.slots
             }
             count = self._count(parameter, updated)
-            new, kept = writer.update(updated.update, weight, gradients[parameter], slots, count, rates, norm)
+            new, new_slots = writer.update(updated.update, weight, gradients[parameter], slots, count, rates, norm)
             results[parameter] = self._output(new, weight)
             for slot, value in slots.items():
-                self._keep(f"{parameter}.{slot}", updated.slots[slot], value, self._output(kept[slot], value))
+                self._keep(f"{parameter}.{slot}", updated.slots[slot], value, self._output(new_slots[slot], value))
         model = ir.Model(
             ir.Graph(self._inputs, self._outputs, nodes=writer.nodes, name="optimizer", opset_imports=_OPSETS),
             ir_version=IR_VERSION,
@@ -109,7 +109,7 @@ class _Builder:
             export="",
             name=name,
             weights={parameter: (str(weights[parameter].name), results[parameter]) for parameter in results},
-            gradients=taken,
+            gradients=gradient_names,
             state=self._state,
             rates=self._rates,
             learning_rate=str(rates.name),

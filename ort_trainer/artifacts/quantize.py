@@ -53,11 +53,15 @@ def with_quantized(
     Raises:
         ValueError: If no weight is frozen.
     """
-    kept = {*checkpoint.trainable, *buffers}
+    unquantized = {*checkpoint.trainable, *buffers}
     frozen = {
         name: value
         for name, value in checkpoint.parameters.items()
-        if name not in kept and value.ndim > 1 and value.dtype == np.float32 and value.size and np.isfinite(value).all()
+        if name not in unquantized
+        and value.ndim > 1
+        and value.dtype == np.float32
+        and value.size
+        and np.isfinite(value).all()
     }
     for model, description in models.values():
         if isinstance(description, Step):
@@ -77,14 +81,14 @@ def with_quantized(
     for file, (model, description) in models.items():
         if isinstance(description, Step):
             new_models[file] = model, _rewritten(model, description, frozen, quantized, kind)
-    left = {name: value for name, value in checkpoint.parameters.items() if name not in frozen}
+    remaining = {name: value for name, value in checkpoint.parameters.items() if name not in frozen}
     stored = {
         key: value
         for name, pair in quantized.items()
         for key, value in zip((f"{name}.{kind}", f"{name}.scale"), pair, strict=True)
     }
     # A trainer can't load this state again, so what only a trainer reads is left out.
-    state = replace(checkpoint, parameters=left, buffers={**checkpoint.buffers, **stored}, trainer_options=None)
+    state = replace(checkpoint, parameters=remaining, buffers={**checkpoint.buffers, **stored}, trainer_options=None)
     return new_models, replace(state, transient={}, idle={}, window=None)
 
 
@@ -205,9 +209,9 @@ def _dequantized(
 
     last = emit.constant([-1])
     if kind == "int8":
-        taken = numbers if zero is None else emit("BitwiseAnd", numbers, whole(-1, ir.DataType.INT8))
+        int8 = numbers if zero is None else emit("BitwiseAnd", numbers, whole(-1, ir.DataType.INT8))
         axes = emit.constant([*range(1 - len(shape), 0)])
-        return emit("Mul", emit("Cast", taken, to=ir.DataType.FLOAT), emit("Unsqueeze", scale, axes))
+        return emit("Mul", emit("Cast", int8, to=ir.DataType.FLOAT), emit("Unsqueeze", scale, axes))
     low = emit("BitwiseAnd", numbers, whole(15, ir.DataType.UINT8))
     high = emit("BitShift", numbers, whole(4, ir.DataType.UINT8), direction="RIGHT")
     pairs = emit("Concat", *(emit("Unsqueeze", half, last) for half in (low, high)), axis=-1)

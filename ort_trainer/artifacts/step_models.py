@@ -53,12 +53,12 @@ def training_model(graph: Step, factor: float) -> tuple[ir.Model, Step]:
     model.graph.extend(accumulate(reset, gradients, buffers, results, names))
     model.graph.inputs.extend([*buffers.values(), reset])
     _batch_first(graph, model)
-    kept = [outputs[spec.name] for spec in graph.outputs]
+    step_outputs = [outputs[spec.name] for spec in graph.outputs]
     updates = [outputs[output] for output in graph.buffer_updates.values()]
     for name, value in zip(graph.buffer_updates, updates, strict=True):
         value.shape = inputs[graph.state[name]].shape if name in graph.state else value.shape
     model.graph.outputs.clear()
-    model.graph.outputs.extend([*kept, *results.values(), *updates])
+    model.graph.outputs.extend([*step_outputs, *results.values(), *updates])
     common_passes.RemoveUnusedNodesPass()(model)
     description = replace(
         _described(graph, inputs, outputs),
@@ -78,10 +78,10 @@ def evaluation_model(graph: Step) -> tuple[ir.Model, Step]:
     model = _portable(graph)
     inputs = {value.name: value for value in model.graph.inputs}
     outputs = {value.name: value for value in model.graph.outputs}
-    kept = [outputs[spec.name] for spec in graph.outputs]
+    step_outputs = [outputs[spec.name] for spec in graph.outputs]
     _batch_first(graph, model)
     model.graph.outputs.clear()
-    model.graph.outputs.extend(kept)
+    model.graph.outputs.extend(step_outputs)
     common_passes.RemoveUnusedNodesPass()(model)
     return model, _described(graph, inputs, outputs)
 
@@ -109,8 +109,8 @@ def _described(graph: Step, inputs: Values, outputs: Values) -> Step:
 
 def _index_ranges(graph: Step) -> tuple[IndexRange, ...]:
     """Returns the ranges to check in a step, without the source lines, which belong to the user's files."""
-    kept = {spec.name for spec in graph.outputs}
-    needed = (entry for entry in graph.index_ranges if graph.training or not kept.isdisjoint(entry.outputs))
+    output_names = {spec.name for spec in graph.outputs}
+    needed = (entry for entry in graph.index_ranges if graph.training or not output_names.isdisjoint(entry.outputs))
     return tuple(dict.fromkeys(entry._replace(source="", outputs=()) for entry in needed))
 
 

@@ -57,7 +57,7 @@ def parameter_updates(loop: TrainingLoop, state: State, names: Iterable[str]) ->
     assert executor is not None
     optimizer = loop.optimizer
     max_value = loop.options.utils.max_grad_value or math.inf
-    wanted, updates, kept = set(names), {}, state.by_parameter()
+    trained_names, updates, state_by_parameter = set(names), {}, state.by_parameter()
     rule, translate = _translated(config) if isinstance(config, TorchOptimizerConfig) else (optimizer.rule, None)
     for index, hyper, limit, group_parameters in optimizer.groups:
         if translate is not None:
@@ -65,12 +65,12 @@ def parameter_updates(loop: TrainingLoop, state: State, names: Iterable[str]) ->
         elif config.is_live:
             hyper = config.hyper_parameters(index)
         update = ParameterUpdate(rule, index, hyper, limit, max_value)
-        for name in wanted.intersection(group_parameters):
+        for name in trained_names.intersection(group_parameters):
             weight = executor.parameters[name]
             if isinstance(config, TorchOptimizerConfig):
                 slots, count = _torch_state(config, name, update, weight)
             else:
-                slots = {slot: widened(kept[name][slot]) for slot in update.slots}
+                slots = {slot: widened(state_by_parameter[name][slot]) for slot in update.slots}
                 count = int(optimizer.counts.get(name, 0))
             updates[name] = Updated(update, weight, slots, count if update.counts else None)
     return {name: updates[name] for name in names if name in updates}
@@ -83,7 +83,7 @@ def _torch_state(
     state: Mapping[str, Any] = config.optimizer.state.get(config.parameters[name], {})
     slots = {}
     for slot in update.slots:
-        kept = state.get(_TORCH_NAMES[slot])
-        slots[slot] = (torch.zeros_like(weight) if kept is None else kept).numpy(force=True)
+        tensor = state.get(_TORCH_NAMES[slot])
+        slots[slot] = (torch.zeros_like(weight) if tensor is None else tensor).numpy(force=True)
     # SGD keeps no count, but has a momentum buffer after its first update.
     return slots, int(state.get("step", state.get("momentum_buffer") is not None))

@@ -35,16 +35,16 @@ def to_upstream(checkpoint: State, trained: Collection[str] | None = None) -> tu
     Raises:
         ValueError: If onnxruntime-training lacks the optimizer.
     """
-    wanted = checkpoint.trainable if trained is None else trained
+    trained_names = checkpoint.trainable if trained is None else trained
     upstream = UpstreamCheckpoint(nominal=checkpoint.nominal, properties=dict(checkpoint.properties))
     left_out = []
     for name, value in {**checkpoint.parameters, **checkpoint.buffers}.items():
         if value.dtype == UNLOADABLE:
             left_out.append(f"{name!r} of dtype {value.dtype}")
         else:
-            upstream.parameters[name] = UpstreamParameter(value, name in wanted)
+            upstream.parameters[name] = UpstreamParameter(value, name in trained_names)
     if checkpoint.optimizer is not None and not checkpoint.nominal:
-        upstream.groups[GROUP] = _group(checkpoint, [name for name in checkpoint.parameters if name in wanted])
+        upstream.groups[GROUP] = _group(checkpoint, [name for name in checkpoint.parameters if name in trained_names])
         if len(set(checkpoint.learning_rates)) > 1:
             left_out.append(f"learning rates of groups {checkpoint.learning_rates[:-1]}")
     others = {
@@ -55,7 +55,7 @@ def to_upstream(checkpoint: State, trained: Collection[str] | None = None) -> tu
     return upstream, [*left_out, *(what for what, is_there in others.items() if is_there)]
 
 
-def _group(checkpoint: State, wanted: Collection[str]) -> OptimizerGroup:
+def _group(checkpoint: State, trained_names: Collection[str]) -> OptimizerGroup:
     """Returns the optimizer's state of some parameters as upstream's group.
 
     Raises:
@@ -72,7 +72,7 @@ def _group(checkpoint: State, wanted: Collection[str]) -> OptimizerGroup:
     if counts:
         group.step = counts.pop() - 1  # our count is that of the next update
     adam = any(key.endswith(".Moment_2") for key in state)
-    for name in wanted:
+    for name in trained_names:
         zeros = np.zeros_like(checkpoint.parameters[name])
         group.moments[name] = (
             {theirs: state.pop(f"{name}.{ours}", zeros) for theirs, ours in _MOMENTS.items()}
@@ -80,10 +80,10 @@ def _group(checkpoint: State, wanted: Collection[str]) -> OptimizerGroup:
             else {"momentum0": zeros}
         )
     # What is left belongs to parameters that never have a gradient, or to another optimizer.
-    strange = [key for key in state if not (adam and _slot(key) in _MOMENTS.values())]
-    if strange:
+    others = [key for key in state if not (adam and _slot(key) in _MOMENTS.values())]
+    if others:
         raise ValueError(
-            f"the optimizer's state has {strange[0]!r}, but onnxruntime-training supports only Adam and SGD without "
+            f"the optimizer's state has {others[0]!r}, but onnxruntime-training supports only Adam and SGD without "
             "momentum: convert a checkpoint without optimizer state"
         )
     return group
@@ -162,10 +162,10 @@ def _fitted(loaded: State, like: State) -> State:
 
     Upstream's format stores no export, schedule or options, and no tensors of type float16.
     """
-    wanted = {**like.parameters, **like.buffers}
-    unloadable = {name: value for name, value in wanted.items() if value.dtype == UNLOADABLE}
+    like_tensors = {**like.parameters, **like.buffers}
+    unloadable = {name: value for name, value in like_tensors.items() if value.dtype == UNLOADABLE}
     values = {**unloadable, **loaded.parameters, **loaded.buffers}
-    _check_like("parameters and buffers", values, wanted, loaded.nominal)
+    _check_like("parameters and buffers", values, like_tensors, loaded.nominal)
     optimizer = None if like.optimizer is None else loaded.optimizer
     if optimizer is not None and like.optimizer is not None:
         # Upstream has one update count. Ours has one per parameter, or a shared one if all counts are equal.
@@ -190,11 +190,11 @@ def _fitted(loaded: State, like: State) -> State:
 
 
 def _check_like(what: str, tensors: Mapping[str, Array], like: Mapping[str, Array], names_only: bool = False) -> None:
-    missing, strange = like.keys() - tensors.keys(), tensors.keys() - like.keys()
-    if missing or strange:
+    missing, unknown = like.keys() - tensors.keys(), tensors.keys() - like.keys()
+    if missing or unknown:
         raise ValueError(
             f"the checkpoint of onnxruntime-training does not fit the one given as 'like': among its {what}, "
-            f"{sorted(missing)} are missing and {sorted(strange)} are unknown"
+            f"{sorted(missing)} are missing and {sorted(unknown)} are unknown"
         )
     for name, value in like.items():
         if not names_only and (tensors[name].shape, tensors[name].dtype) != (value.shape, value.dtype):

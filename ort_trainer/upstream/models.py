@@ -151,7 +151,8 @@ def _parsed(data: bytes, name: str) -> onnx.ModelProto:
 def _converted(proto: onnx.ModelProto, name: str) -> ir.Model:
     """Returns the model in the opset in which ``operators.py`` is written, with the types that upstream declared.
 
-    ONNX's converter fails on unknown operators in ONNX's domain, and drops types of values that it can't infer.
+    Operators that upstream writes into ONNX's domain are moved out of it before ONNX's converter sees them. Declared
+    types are restored afterwards, where the converted model has none.
     """
     declared_types = {value.name: value.type for value in proto.graph.value_info}
     opset = next((entry.version for entry in proto.opset_import if entry.domain in ("", "ai.onnx")), 0)
@@ -236,7 +237,7 @@ def _lower(model: ir.Model, name: str) -> None:
     graph = model.graph
     values = ir.convenience.create_value_mapping(graph)
     names = Names(values)
-    strange = []
+    missing = []
     for node in list(graph):
         if node.domain == _MICROSOFT and node.op_type in RENAMED:
             node.op_type, node.domain = RENAMED[node.op_type], ""
@@ -246,12 +247,12 @@ def _lower(model: ir.Model, name: str) -> None:
             try:
                 _replace(graph, node, names, values)
             except (TypeError, ValueError) as error:  # an attribute or input that the function does not support
-                strange.append(f"{node.op_type} ({error})")
+                missing.append(f"{node.op_type} ({error})")
         elif node.op_type != _ACCUMULATOR:
-            strange.append(f"{node.domain}::{node.op_type}")
-    if strange:
+            missing.append(f"{node.domain}::{node.op_type}")
+    if missing:
         raise ValueError(
-            f"{name} has operators of onnxruntime-training that ort_trainer can't run: {sorted(set(strange))}. Export "
+            f"{name} has operators of onnxruntime-training that ort_trainer can't run: {sorted(set(missing))}. Export "
             "the model that it was made from with ort_trainer.artifacts.generate_artifacts()"
         )
 

@@ -256,8 +256,8 @@ def _flat_log_softmax_grad(op: Nodes, dy: Tensor, y: Tensor, axis: int = 1) -> O
 def _dropout_grad(
     op: Nodes, dy: Tensor, mask: Tensor, ratio: Tensor | None = None, training: Tensor | None = None
 ) -> Outputs:
-    kept = 0.5 if ratio is None else 1 - op.CastLike(ratio, dy)
-    dx = op.Where(mask, dy / kept, 0)
+    keep_probability = 0.5 if ratio is None else 1 - op.CastLike(ratio, dy)
+    dx = op.Where(mask, dy / keep_probability, 0)
     return dx if training is None else op.Where(training, dx, dy)
 
 
@@ -378,16 +378,16 @@ def _cross_entropy_grad(
     safe = labels if valid is None else op.Where(valid, labels, 0)
     ends = op.CastLike(np.array([0.0, 1.0], np.float32), log_prob)
     hit = op.OneHot(safe, op.slice(log_prob.shape, 1, 2), ends, axis=1)
-    kept = None if valid is None else op.CastLike(valid, log_prob)
+    row_weights = None if valid is None else op.CastLike(valid, log_prob)
     if weights is not None:
         label_weights = op.Gather(weights, safe)
-        kept = label_weights if kept is None else kept * label_weights
+        row_weights = label_weights if row_weights is None else row_weights * label_weights
     factor = op.Unsqueeze(dy, op.ints(1)) if reduction == "none" else dy
     if reduction == "mean":
-        total = op.CastLike(labels.size, dy) if kept is None else op.ReduceSum(kept, keepdims=0)
+        total = op.CastLike(labels.size, dy) if row_weights is None else op.ReduceSum(row_weights, keepdims=0)
         factor = factor / op.Where(op.Equal(total, 0), 1, total)  # the total is 0 if all labels are ignored
     gradient = (op.Exp(log_prob) - hit) * factor
-    return gradient if kept is None else gradient * op.Unsqueeze(kept, op.ints(1))
+    return gradient if row_weights is None else gradient * op.Unsqueeze(row_weights, op.ints(1))
 
 
 @operator("SoftmaxCrossEntropyLossInternalGrad")
@@ -651,8 +651,8 @@ def _slice_grad(
     """Scatters the gradient to the elements that were sliced; slicing the flat positions gives their places."""
     size = op.ReduceProd(shape, keepdims=1)
     places = op.Reshape(op.Range(0, op.Reshape(size, op.ints()), 1), shape)
-    taken = op.Slice(places, starts, ends, axes, steps)
-    flat, where = (op.Reshape(value, op.ints(-1)) for value in (dy, taken))
+    sliced_places = op.Slice(places, starts, ends, axes, steps)
+    flat, where = (op.Reshape(value, op.ints(-1)) for value in (dy, sliced_places))
     return op.Reshape(op.ScatterElements(op.zeros(size, dy), where, flat), shape)
 
 

@@ -50,11 +50,11 @@ class RandomNodes:
         """Returns a random tensor, in the dtype of the operator that draws it."""
         emit, shape = self._emit, self._shape(spec)
         if spec.kind in ("mask", "bernoulli"):
-            kept = emit("Less", self._uniform(shape), self._number(spec.parameters[0]))
+            mask = emit("Less", self._uniform(shape), self._number(spec.parameters[0]))
             factor = spec.parameters[1] if spec.kind == "bernoulli" else 1.0
             if factor == 1.0:
-                return kept
-            return emit("Mul", emit("Cast", kept, to=ir.DataType.FLOAT), self._number(factor))
+                return mask
+            return emit("Mul", emit("Cast", mask, to=ir.DataType.FLOAT), self._number(factor))
         if spec.kind == "uniform":
             return self._uniform(shape)
         if spec.kind == "normal":

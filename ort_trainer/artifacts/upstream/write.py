@@ -215,9 +215,9 @@ class _Writer:
     def drop(self, names: Sequence[str]) -> None:
         """Removes the updates of buffers."""
         outputs = {self._source.buffer_updates[name] for name in names}
-        left = [value for value in self._graph.outputs if value.name not in outputs]
+        remaining = [value for value in self._graph.outputs if value.name not in outputs]
         self._graph.outputs.clear()
-        self._graph.outputs.extend(left)
+        self._graph.outputs.extend(remaining)
         RemoveUnusedPass(self.inputs)(self._model)
 
     def reads(self, name: str) -> bool:
@@ -266,9 +266,11 @@ class _Writer:
         for name, value_name in self._source.state.items():
             if name not in self._weights:
                 self._make_constant(self.inputs[value_name], self._state[name])
-        taken = [self.inputs.get(name) or _value(name, value.dtype, value.shape) for name, value in inputs.items()]
+        user_inputs = [
+            self.inputs.get(name) or _value(name, value.dtype, value.shape) for name, value in inputs.items()
+        ]
         self._graph.inputs.clear()
-        self._graph.inputs.extend([*taken, *self._weights.values(), *self._accumulators])
+        self._graph.inputs.extend([*user_inputs, *self._weights.values(), *self._accumulators])
         if self._reset is not None:
             self._graph.inputs.append(self._reset)
         self._graph.outputs.clear()
