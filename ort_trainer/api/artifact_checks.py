@@ -17,7 +17,7 @@ __all__ = ["check_described", "check_fits"]
 
 
 def check_described(model: Step | OptimizerModel, name: str) -> None:
-    """Checks that all fields have values of the right types.
+    """Checks that all fields of a description have values of the right types.
 
     Args:
         model: The model's description of itself.
@@ -93,6 +93,7 @@ def _is_argument(value: Any, named: Collection[int | str]) -> bool:
 
 
 def _is_size(value: Any, named: Collection[int | str]) -> bool:
+    """Returns whether a value is an int, or an expression of named dimensions."""
     return _is_whole(value) or (isinstance(value, str) and symbols_of(value) <= {*named})
 
 
@@ -101,6 +102,7 @@ def _is_whole(value: Any) -> bool:
 
 
 def _tensor(spec: TensorSpec | RandomInput | Slot, where: str, texts: Iterable[Any], sized: bool = False) -> None:
+    """Checks the dtype and shape of a tensor, and its names; if ``sized``, all sizes must be numbers."""
     _texts(texts, where)
     _require(isinstance(spec.dtype, str) and spec.dtype in ELEMENT_TYPES.values(), f"{where}: dtype")
     if spec.shape is None and isinstance(spec, TensorSpec):
@@ -114,6 +116,7 @@ def _tensor(spec: TensorSpec | RandomInput | Slot, where: str, texts: Iterable[A
 
 
 def _symbols(shape: Iterable[int | str]) -> set[str]:
+    """Returns the named dimensions that a shape uses."""
     return set().union(*(symbols_of(size) for size in shape))
 
 
@@ -158,17 +161,17 @@ def check_fits(model: Step | OptimizerModel, inputs: Sequence[Any], outputs: Seq
     Raises:
         ValueError: If one is missing or has a different type or shape, or if the graph has an unexpected input.
     """
-    taken, given = _named(model)
-    for kind, described, found in (("input", taken, inputs), ("output", given, outputs)):
-        known = {value.name: value for value in found}
+    described_inputs, described_outputs = _named(model)
+    for kind, described, values in (("input", described_inputs, inputs), ("output", described_outputs, outputs)):
+        values_by_name = {value.name: value for value in values}
         # Extra outputs do no harm.
-        strange = [key for key in described if key not in known] + [
-            key for key in known if key not in described and kind == "input"
+        mismatched = [key for key in described if key not in values_by_name] + [
+            key for key in values_by_name if key not in described and kind == "input"
         ]
-        if strange:
-            raise ValueError(f"{name} is damaged: its metadata and its graph disagree about the {kind}s {strange}")
+        if mismatched:
+            raise ValueError(f"{name} is damaged: its metadata and its graph disagree about the {kind}s {mismatched}")
         for key, (dtype, shape) in described.items():
-            value = known[key]
+            value = values_by_name[key]
             if dtype is not None and element_type(value.type) != dtype:
                 raise ValueError(f"{name} is damaged: {kind} {key!r} is a {value.type}, but its metadata say {dtype}")
             if shape is not None and not _fits(value.shape, shape):
@@ -177,11 +180,12 @@ def check_fits(model: Step | OptimizerModel, inputs: Sequence[Any], outputs: Seq
                 )
 
 
-def _fits(found: Sequence[Any], described: Sequence[int | str]) -> bool:
-    return len(found) == len(described) and all(
-        size == wanted
-        for size, wanted in zip(found, described, strict=True)
-        if isinstance(size, int) and isinstance(wanted, int)
+def _fits(shape: Sequence[Any], described: Sequence[int | str]) -> bool:
+    """Returns whether a shape of the graph has the described rank, and the same sizes where both are numbers."""
+    return len(shape) == len(described) and all(
+        size == described_size
+        for size, described_size in zip(shape, described, strict=True)
+        if isinstance(size, int) and isinstance(described_size, int)
     )
 
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CheckpointState", "Parameter", "Parameters", "Properties", "state_of"]
 
-# Limit of an int: Python parses ints of at most 4300 digits.
+# The largest int, in bits. Python parses at most 4300 digits, which is about 14,000 bits.
 _BITS = 8192
 
 
@@ -59,6 +59,7 @@ class Parameter:
         self._write(self._checked(value))
 
     def _write(self, array: Array) -> None:
+        """Writes a checked array."""
         with self._state.lock:
             self._tensor.write(array)
             self._state.missing.discard(self._name)
@@ -122,7 +123,7 @@ class Parameters(MutableMapping[str, Parameter]):
 
     def __init__(self, state: LiveState) -> None:
         self._state = state
-        self._known = {name: Parameter(name, state) for name in state.parameters}
+        self._parameters = {name: Parameter(name, state) for name in state.parameters}
 
     def __getitem__(self, name: str) -> Parameter:
         return self._find(name)
@@ -142,8 +143,8 @@ class Parameters(MutableMapping[str, Parameter]):
             TypeError: If a value is not an array, or has a different dtype.
             ValueError: If a value has a different shape.
         """
-        found = [(self._find(name), value) for name, value in dict(*args, **kwargs).items()]
-        checked = [(parameter, parameter._checked(value)) for parameter, value in found]
+        pairs = [(self._find(name), value) for name, value in dict(*args, **kwargs).items()]
+        checked = [(parameter, parameter._checked(value)) for parameter, value in pairs]
         with self._state.lock:
             for parameter, array in checked:
                 parameter._write(array)
@@ -152,18 +153,18 @@ class Parameters(MutableMapping[str, Parameter]):
         return iter(self._state.parameters)
 
     def __len__(self) -> int:
-        return len(self._known)
+        return len(self._parameters)
 
     def __contains__(self, name: object) -> bool:
-        return isinstance(name, str) and name in self._known
+        return isinstance(name, str) and name in self._parameters
 
     def __repr__(self) -> str:
-        return f"Parameters({list(self._known.values())})"
+        return f"Parameters({list(self._parameters.values())})"
 
     def _find(self, name: str) -> Parameter:
         if name not in self:
-            raise _unknown("parameter", name, self._known)
-        return self._known[name]
+            raise _unknown("parameter", name, self._parameters)
+        return self._parameters[name]
 
 
 class Properties(MutableMapping[str, Value]):
@@ -185,12 +186,12 @@ class Properties(MutableMapping[str, Value]):
             TypeError: If a name is not a str, or a value is not an int, a float or a str.
             ValueError: If an int is too large.
         """
-        given = dict(*args, **kwargs)
-        self._state.properties.update({name: self._checked(name, value) for name, value in given.items()})
+        new_values = dict(*args, **kwargs)
+        self._state.properties.update({name: self._checked(name, value) for name, value in new_values.items()})
 
     @staticmethod
     def _checked(name: str, value: Value) -> Value:
-        """Returns a value as a checkpoint keeps it."""
+        """Returns a value as the int, float or str that a checkpoint stores."""
         if not isinstance(name, str):
             raise TypeError(f"the name of a property must be a str, but {shown(name)} was given")
         if isinstance(value, str):
@@ -296,19 +297,19 @@ class CheckpointState:
         if not isinstance(checkpoint_uri, (str, os.PathLike)):
             raise TypeError(f"the checkpoint must be given as a path, but {shown(checkpoint_uri)} was given")
         with inner.lock:
-            state_now = inner.to_checkpoint(include_optimizer_state)
+            checkpoint = inner.to_checkpoint(include_optimizer_state)
             if inner.is_upstream:
-                write_upstream_checkpoint(checkpoint_uri, _as_upstream(state_now))
+                write_upstream_checkpoint(checkpoint_uri, _as_upstream(checkpoint))
             else:
-                write_checkpoint(checkpoint_uri, state_now)
+                write_checkpoint(checkpoint_uri, checkpoint)
 
     @classmethod
     def save_checkpoint_to_buffer(cls, state: CheckpointState, include_optimizer_state: bool = False) -> bytes:
         """Returns the bytes that :meth:`save_checkpoint` writes."""
         inner = state_of(state)
         with inner.lock:
-            now = inner.to_checkpoint(include_optimizer_state)
-            return upstream_checkpoint_bytes(_as_upstream(now)) if inner.is_upstream else to_bytes(now)
+            checkpoint = inner.to_checkpoint(include_optimizer_state)
+            return upstream_checkpoint_bytes(_as_upstream(checkpoint)) if inner.is_upstream else to_bytes(checkpoint)
 
     @property
     def parameters(self) -> Parameters:
@@ -341,7 +342,7 @@ def state_of(state: CheckpointState) -> LiveState:
 
 
 def _read_upstream(source: str | os.PathLike[str] | bytes) -> State | None:
-    """Returns the state in a checkpoint of onnxruntime-training, given as a path or bytes; None if it is none."""
+    """Returns the state in a checkpoint of onnxruntime-training, a path or bytes; None for any other file."""
     if isinstance(source, bytes):
         head = source[:8]
     elif isinstance(source, (str, os.PathLike)) and os.path.isfile(source):  # noqa: PTH113 - pathlib takes time
@@ -355,10 +356,10 @@ def _read_upstream(source: str | os.PathLike[str] | bytes) -> State | None:
 
 
 def _as_upstream(state: State) -> UpstreamCheckpoint:
-    found, left_out = to_upstream(dataclasses.replace(state, random=None))
+    upstream, left_out = to_upstream(dataclasses.replace(state, random=None))
     if left_out:
         warn(f"onnxruntime-training's checkpoints can't store {', '.join(left_out)}: left out")
-    return found
+    return upstream
 
 
 def _to_array(value: object, what: str) -> Array:
@@ -376,10 +377,11 @@ def _to_array(value: object, what: str) -> Array:
     return np.asarray(value)
 
 
-def _unknown(kind: str, name: object, known: Collection[str]) -> KeyError:
-    import difflib  # takes two milliseconds, needed for an error only
+def _unknown(kind: str, name: object, names: Collection[str]) -> KeyError:
+    """Returns an error that suggests similar names, or lists all of them."""
+    import difflib  # takes two milliseconds to import, and only errors need it
 
-    close = difflib.get_close_matches(name, known, cutoff=0.5) if isinstance(name, str) else []
-    there = f"known are {shown(list(known))}" if known else "none exist yet"
-    hint = f"did you mean {' or '.join(map(repr, close))}?" if close else there
+    close = difflib.get_close_matches(name, names, cutoff=0.5) if isinstance(name, str) else []
+    existing = f"known are {shown(list(names))}" if names else "none exist yet"
+    hint = f"did you mean {' or '.join(map(repr, close))}?" if close else existing
     return KeyError(f"unknown {kind} {name!r}: {hint}")

@@ -27,7 +27,7 @@ _FUNCTION_NAME, _FUNCTION_DOMAIN = 1, 10
 # The limit of ONNX's Python and C++ libraries.
 _DEEPEST = 100
 
-# The key that external data needs for its path, and the names of operators that call out.
+# The key under which external data has its path, and the names of operators that call out.
 _PLACE = b"location"
 _CALLING_DOMAIN = "org.pytorch.aten"
 _SIGNS = (_PLACE, _CALLING_DOMAIN.encode(), *(name.encode() for name in CALLING_OUT))
@@ -43,7 +43,8 @@ def check_contained(data: bytes, name: str) -> None:
     Raises:
         ValueError: If it keeps a tensor in another file, a node calls Python or names a file, or it is damaged.
     """
-    if not any(sign in data for sign in _SIGNS):  # strings are stored uncompressed
+    # Strings are stored uncompressed, so a model without these bytes has neither; parsing it would take longer.
+    if not any(sign in data for sign in _SIGNS):
         return
     try:
         parts = list(_parts(data))
@@ -53,9 +54,10 @@ def check_contained(data: bytes, name: str) -> None:
 
 
 def _check(parts: Iterable[tuple[str, memoryview]], name: str) -> None:
+    """Raises a ValueError for a tensor in another file, or a node that calls out."""
     for kind, part in parts:
         if kind == "tensor":
-            if any(found.number == _EXTERNAL_DATA or _says_external(found) for found in fields(part)):
+            if any(member.number == _EXTERNAL_DATA or _is_external_mark(member) for member in fields(part)):
                 raise ValueError(
                     f"{name} keeps the data of {shown(text(part, _TENSOR_NAME))} in another file. No exported model "
                     "does, and it could name any file: save the model with all its data in it"
@@ -69,8 +71,9 @@ def _check(parts: Iterable[tuple[str, memoryview]], name: str) -> None:
                 )
 
 
-def _says_external(found: Field) -> bool:
-    return found.number == _DATA_LOCATION and found.value != 0
+def _is_external_mark(member: Field) -> bool:
+    """Returns whether a field of a tensor is ``data_location = EXTERNAL``."""
+    return member.number == _DATA_LOCATION and member.value != 0
 
 
 def custom_operators(data: bytes) -> list[str]:
@@ -80,16 +83,19 @@ def custom_operators(data: bytes) -> list[str]:
         ValueError: If it is not an ONNX model.
     """
     parts = list(_parts(data))
-    own = {(text(part, _FUNCTION_DOMAIN), text(part, _FUNCTION_NAME)) for kind, part in parts if kind == "function"}
+    functions = {
+        (text(part, _FUNCTION_DOMAIN), text(part, _FUNCTION_NAME)) for kind, part in parts if kind == "function"
+    }
     nodes = [(text(part, _NODE_DOMAIN), text(part, _NODE_OPERATOR), part) for kind, part in parts if kind == "node"]
     return [
         f"node {_called(part)}, operator {shown(operator)} of domain {shown(domain)}"
         for domain, operator, part in nodes
-        if domain not in DOMAINS and (domain, operator) not in own
+        if domain not in DOMAINS and (domain, operator) not in functions
     ]
 
 
 def _called(node: memoryview) -> str:
+    """Returns the name of a node for messages; without one, the values that it computes."""
     return shown(text(node, _NODE_NAME) or f"that computes {text(node, _NODE_OUTPUT)}")
 
 
@@ -104,5 +110,7 @@ def _parts(data: bytes) -> Iterator[tuple[str, memoryview]]:
         inside = _INSIDE[kind]
         if inside:
             pending += [
-                (inside[found.number], content(found), depth + 1) for found in fields(part) if found.number in inside
+                (inside[member.number], content(member), depth + 1)
+                for member in fields(part)
+                if member.number in inside
             ]

@@ -54,8 +54,8 @@ class LiveState:
         schedule: The schedule of the learning rates; None if they are constant.
         random: The random number generator.
         properties: The user's own values.
-        lock: Held to read or change tensors: a run releases Python's global lock, and the tensors bound to it must not
-            change meanwhile.
+        lock: Held to read or change tensors. A run releases Python's global lock, so otherwise another thread could
+            change the tensors bound to it.
     """
 
     def __init__(self, checkpoint: State, name: str) -> None:
@@ -67,9 +67,9 @@ class LiveState:
         self.missing = set(self.parameters) if checkpoint.nominal else set()
         self._buffers = tuple(checkpoint.buffers)
         self.values = {**_taken(checkpoint.parameters), **_taken(checkpoint.buffers)}
-        strange = [name for name in (*self.trainable, *checkpoint.gradients) if name not in self.parameters]
-        if strange:
-            raise CheckpointError(f"{name} is damaged: the parameters {strange} are missing")
+        unknown = [name for name in (*self.trainable, *checkpoint.gradients) if name not in self.parameters]
+        if unknown:
+            raise CheckpointError(f"{name} is damaged: the parameters {unknown} are missing")
         self.gradients = _taken(checkpoint.gradients)
         self.reset = not self.gradients
         self.micro_batches = checkpoint.micro_batches
@@ -77,13 +77,13 @@ class LiveState:
         self._other_gradients: dict[str, StateTensor] = {}
         self._other_buffers: dict[str, StateTensor] = {}
         self.optimizer: dict[str, StateTensor] | None = None
-        self._kept = checkpoint.optimizer
+        self._saved_optimizer = checkpoint.optimizer
         self.optimization_step = checkpoint.optimization_step or 0
         self.learning_rates = list(checkpoint.learning_rates)
         self.schedule = checkpoint.schedule
         self.random = RandomNumbers(checkpoint.random)
         self.properties: dict[str, Value] = dict(checkpoint.properties)
-        # What no model uses, for the trainer.
+        # What only a trainer uses: it is written back to checkpoints unchanged.
         self._rest = State(
             transient=checkpoint.transient,
             idle=checkpoint.idle,
@@ -99,9 +99,9 @@ class LiveState:
         return self.export == UPSTREAM
 
     def complete(self, inputs: Sequence[Any]) -> None:
-        """Takes what upstream's checkpoints do not say from the inputs of the training model.
+        """Completes an upstream checkpoint from the inputs of the training model.
 
-        That is the order of the parameters in a flat buffer, and the shapes of a nominal checkpoint.
+        Upstream's checkpoints lack the order of parameters in a flat buffer, and the shapes of a nominal checkpoint.
         """
         if not self.is_upstream:
             return
@@ -174,7 +174,7 @@ class LiveState:
         }
 
     def advance(self) -> None:
-        """Makes the tensors that a training step has written the current ones."""
+        """Switches to the tensors that a training step has written."""
         if self.reset:
             self.reset, self.micro_batches = False, 1
         else:
@@ -187,7 +187,7 @@ class LiveState:
             self.buffer_side ^= 1
 
     def prepare_optimizer(self, slots: Mapping[str, Slot], rates: int) -> None:
-        """Makes the optimizer's tensors, from the checkpoint or with their initial values.
+        """Creates the optimizer's tensors, from the checkpoint or with their initial values.
 
         Raises:
             CheckpointError: If the checkpoint holds the state of a different optimizer.
@@ -198,20 +198,22 @@ class LiveState:
             )
         if self.optimizer is not None:
             return
-        kept = self._kept
-        if kept is None:
+        arrays = self._saved_optimizer
+        if arrays is None:
             self._check_size(slots)
-            kept = {key: np.full(slot.shape, slot.initial, slot.dtype) for key, slot in slots.items()}
-        found = {key: (str(value.dtype), value.shape) for key, value in kept.items()}
-        expected = {key: (slot.dtype, tuple(slot.shape)) for key, slot in slots.items()}
-        if found != expected:
-            wrong = sorted(key for key in found.keys() | expected.keys() if found.get(key) != expected.get(key))
+            arrays = {key: np.full(slot.shape, slot.initial, slot.dtype) for key, slot in slots.items()}
+        array_specs = {key: (str(value.dtype), value.shape) for key, value in arrays.items()}
+        model_specs = {key: (slot.dtype, tuple(slot.shape)) for key, slot in slots.items()}
+        if array_specs != model_specs:
+            wrong = sorted(
+                key for key in array_specs.keys() | model_specs.keys() if array_specs.get(key) != model_specs.get(key)
+            )
             raise CheckpointError(f"{self.name} holds the state of another optimizer: {wrong} don't match the model")
-        self.optimizer = {key: StateTensor(kept[key], self.device) for key in slots}
-        self._kept = None
+        self.optimizer = {key: StateTensor(arrays[key], self.device) for key in slots}
+        self._saved_optimizer = None
 
     def _check_size(self, slots: Mapping[str, Slot]) -> None:
-        """Checks that the state that an optimizer model describes is of a plausible size before allocating it."""
+        """Checks that the optimizer model describes a state of plausible size, before it is allocated."""
         size = sum(math.prod(slot.shape) for slot in slots.values())
         largest = _LARGEST_STATE * (self.size(trainable_only=False) + len(slots))
         if size > largest:
@@ -253,7 +255,7 @@ class LiveState:
         nominal = set(self.parameters) == self.missing and bool(self.missing)
         if not nominal:
             self.require_values()
-        found = dataclasses.replace(
+        checkpoint = dataclasses.replace(
             self._rest,
             export=self.export,
             parameters=_viewed(self.values, self.parameters),
@@ -266,10 +268,10 @@ class LiveState:
             nominal=nominal,
         )
         if not include_optimizer_state:
-            return found
+            return checkpoint
         return dataclasses.replace(
-            found,
-            optimizer=self._kept if self.optimizer is None else _viewed(self.optimizer, self.optimizer),
+            checkpoint,
+            optimizer=self._saved_optimizer if self.optimizer is None else _viewed(self.optimizer, self.optimizer),
             optimization_step=self.optimization_step,
             gradients={} if self.reset else _viewed(self.gradients, self.gradients),
             micro_batches=0 if self.reset else self.micro_batches,
@@ -320,7 +322,7 @@ class LiveState:
 
 
 def _taken(arrays: dict[str, Array]) -> dict[str, StateTensor]:
-    """Returns arrays as tensors, and removes each array from its dict to free its memory."""
+    """Moves arrays into tensors, and removes each array from its dict to free its memory."""
     names = list(arrays)
     return {name: StateTensor(arrays.pop(name), CPU) for name in names}
 

@@ -102,13 +102,13 @@ def load_model(
         argument: Name of the argument with the model.
         kind: ``training``, ``evaluation`` or ``optimizer``.
         options: The options of the session.
-        state: The state that it will use: if that comes from onnxruntime-training, so does the model.
+        state: The state that it will use. If that comes from onnxruntime-training, the model must too.
         device: The device to run on.
 
     Raises:
         TypeError: If the source is neither a path nor bytes.
         FileNotFoundError: If the file does not exist.
-        ValueError: If it is damaged, not an exported model of this kind, or has operators that are not supported.
+        ValueError: If it is damaged, not an exported model of this kind, or has unsupported operators.
         ImportError: If it is a model of onnxruntime-training, and onnx is not installed.
     """
     data, name = _read(source, argument)
@@ -137,7 +137,7 @@ def load_model(
 
 
 def _lowered(cls: type[Model], data: bytes, name: str, kind: str, state: LiveState) -> bytes:
-    """Returns a model of onnxruntime-training as one of ort_trainer, in ONNX's own operators."""
+    """Converts a model of onnxruntime-training to one of ort_trainer, in ONNX's own operators."""
     if METADATA.encode() in data:
         raise ValueError(
             f"{name} is a model of ort_trainer, but {state.name} is of onnxruntime-training: use the models and the "
@@ -148,7 +148,7 @@ def _lowered(cls: type[Model], data: bytes, name: str, kind: str, state: LiveSta
     except ImportError as error:
         raise ImportError(_NEEDED.format(name=name, package=error.name)) from error
 
-    with models.damage_told(name):
+    with models.corruption_reported(name):
         if cls is Step:
             return models.to_bytes(*models.step_model(data, name, kind, state.parameters))
         trained = {key: state.values[key] for key in state.trainable}
@@ -156,6 +156,7 @@ def _lowered(cls: type[Model], data: bytes, name: str, kind: str, state: LiveSta
 
 
 def _read(source: ModelSource, argument: str) -> tuple[bytes, str]:
+    """Returns the bytes of a model, and its name for messages."""
     if isinstance(source, (bytes, bytearray, memoryview)):
         return bytes(source), f"the model given as {argument}"
     if not isinstance(source, (str, os.PathLike)):

@@ -1,4 +1,7 @@
-"""Trains from the artifacts in a folder, and prints the bytes that this takes; for ``artifacts/memory_budget.py``."""
+"""Trains from the artifacts in a folder, and prints the memory that training takes, in bytes.
+
+``artifacts/memory_budget.py`` runs it in a new process.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +27,7 @@ def resident(field: str) -> int:
         import resource
     except ImportError:  # Windows
         raise SystemExit("the memory of a process can be measured on Linux and macOS only") from None
+    # Outside Linux, only the highest resident memory is available; it is in bytes on macOS, and in KiB elsewhere.
     highest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return highest if sys.platform == "darwin" else highest * 1024
 
@@ -32,7 +36,7 @@ def main(folder: Path) -> None:
     """Trains for three steps."""
     with np.load(folder / "batch.npz") as file:
         batch = {name[1:]: file[name] for name in file}
-    engine()
+    engine()  # imports ONNX Runtime, whose own memory is not counted
     before = resident("VmRSS")
     state = CheckpointState.load_checkpoint(folder / "checkpoint")
     module = Module(folder / "training_model.onnx", state)

@@ -52,7 +52,7 @@ class Module:
     ) -> None:
         self.training = True
         self._state = inner = state_of(state)
-        self._given_options, options = session_options, check_options(session_options)
+        self._session_options, options = session_options, check_options(session_options)
         place = parse_device(device)
         train = load_model(Step, train_model_uri, "train_model_uri", "training", options, inner, place)
         inner.check(train.model, train.name)
@@ -95,11 +95,11 @@ class Module:
         return results[0] if len(results) == 1 else tuple(results)
 
     def _run(
-        self, training: bool, given: Sequence[Input] | Mapping[str, Input], options: RunOptions | None
+        self, training: bool, inputs: Sequence[Input] | Mapping[str, Input], options: RunOptions | None
     ) -> list[Any]:
         """Runs a training or evaluation step, whatever the mode, and returns a list of the outputs."""
         runner = self._runner(training)
-        return runner.run(_ordered(runner.inputs, (), given) if isinstance(given, Mapping) else given, options)
+        return runner.run(_ordered(runner.inputs, (), inputs) if isinstance(inputs, Mapping) else inputs, options)
 
     def train(self, mode: bool = True) -> Module:
         """Sets the mode: calls run training steps.
@@ -222,19 +222,20 @@ class Module:
 
 
 def _ordered(names: Sequence[str], args: Sequence[Input], kwargs: Mapping[str, Input]) -> list[Input]:
-    """Returns the inputs given by position and by name, in the order of the model."""
-    given = dict(zip(names, args, strict=False))
+    """Returns positional and named inputs in the order of the model."""
+    inputs = dict(zip(names, args, strict=False))
     unknown = [name for name in kwargs if name not in names]
     if unknown:
         raise TypeError(f"unknown inputs {unknown}: the model takes {list(names)}")
-    twice = [name for name in kwargs if name in given]
+    twice = [name for name in kwargs if name in inputs]
     if twice:
         raise TypeError(f"inputs {twice} were given both by position and by name")
-    given.update(kwargs)
-    missing = [name for name in names if name not in given]
+    inputs.update(kwargs)
+    missing = [name for name in names if name not in inputs]
     if missing:
         raise TypeError(f"inputs {missing} are missing: the model takes {list(names)}")
-    return [*(given[name] for name in names), *args[len(names) :]]
+    # Surplus positional inputs are kept, so that the runner reports their number.
+    return [*(inputs[name] for name in names), *args[len(names) :]]
 
 
 def _flat(buffer: object, dtype: np.dtype[Any]) -> Array:

@@ -109,8 +109,8 @@ def inference_model(eval_model: bytes, state: Mapping[str, np.ndarray[Any, Any]]
     parts += [field(_GRAPH_INITIALIZER, _tensor(name, value)) for name, value in state.items() if name in needed]
     parts += [f.raw for name, f in graph.inputs.items() if name in needed and name not in state]
     parts += [field(_GRAPH_OUTPUT, _described(graph, name)) for name in output_names]
-    made = {name for node in nodes for name in node.outputs} - set(output_names)
-    parts += [f.raw for name, f in graph.value_info.items() if name in made]
+    inner_values = {name for node in nodes for name in node.outputs} - set(output_names)
+    parts += [f.raw for name, f in graph.value_info.items() if name in inner_values]
     parts += [f.raw for f in graph.rest]
     others = [f for f in model if f.number not in (_MODEL_GRAPH, _MODEL_TRAINING) and not _is_artifact_metadata(f)]
     result = b"".join([*(f.raw for f in others), field(_MODEL_GRAPH, b"".join(parts))])
@@ -153,45 +153,46 @@ def _needed(graph: _Graph, output_names: Iterable[str]) -> tuple[list[_Node], se
 
 
 def _described(graph: _Graph, name: str) -> bytes:
-    """Returns the ValueInfoProto of an output, without a type if the graph has none; it can be inferred."""
-    for known in (graph.outputs, graph.value_info, graph.inputs):
-        if name in known:
-            return bytes(content(known[name]))
+    """Returns the ValueInfoProto of an output. If the graph has no type for it, ONNX Runtime infers it."""
+    for described_values in (graph.outputs, graph.value_info, graph.inputs):
+        if name in described_values:
+            return bytes(content(described_values[name]))
     return field(_VALUE_INFO_NAME, name.encode())
 
 
-def _is_artifact_metadata(found: Field) -> bool:
-    return found.number == _MODEL_METADATA and text(content(found), _ENTRY_KEY) == METADATA
+def _is_artifact_metadata(entry: Field) -> bool:
+    """Returns whether a field of the model is the description that makes it an artifact."""
+    return entry.number == _MODEL_METADATA and text(content(entry), _ENTRY_KEY) == METADATA
 
 
 def _read_graph(data: memoryview | bytes) -> _Graph:
     graph = _Graph()
     named = {_GRAPH_INPUT: graph.inputs, _GRAPH_OUTPUT: graph.outputs, _GRAPH_VALUE_INFO: graph.value_info}
-    for found in fields(memoryview(data)):
-        if found.number == _GRAPH_NODE:
-            graph.nodes.append(_read_node(found))
-        elif found.number == _GRAPH_INITIALIZER:
-            graph.initializers[text(content(found), _TENSOR_NAME)] = found
-        elif found.number == _GRAPH_SPARSE_INITIALIZER:
-            for values in fields(content(found)):
+    for part in fields(memoryview(data)):
+        if part.number == _GRAPH_NODE:
+            graph.nodes.append(_read_node(part))
+        elif part.number == _GRAPH_INITIALIZER:
+            graph.initializers[text(content(part), _TENSOR_NAME)] = part
+        elif part.number == _GRAPH_SPARSE_INITIALIZER:
+            for values in fields(content(part)):
                 if values.number == _SPARSE_TENSOR_VALUES:
-                    graph.initializers[text(content(values), _TENSOR_NAME)] = found
-        elif found.number in named:
-            named[found.number][text(content(found), _VALUE_INFO_NAME)] = found
-        elif found.number != _GRAPH_QUANTIZATION:  # refers to tensors that may have been removed
-            graph.rest.append(found)
+                    graph.initializers[text(content(values), _TENSOR_NAME)] = part
+        elif part.number in named:
+            named[part.number][text(content(part), _VALUE_INFO_NAME)] = part
+        elif part.number != _GRAPH_QUANTIZATION:  # annotations may refer to tensors that are left out
+            graph.rest.append(part)
     return graph
 
 
-def _read_node(found: Field) -> _Node:
-    node = _Node(found, set(), [])
-    for part in fields(content(found)):
-        if part.number == _NODE_INPUT:
-            node.inputs.add(decoded(content(part)))
-        elif part.number == _NODE_OUTPUT:
-            node.outputs.append(decoded(content(part)))
-        elif part.number == _NODE_ATTRIBUTE:
-            for value in fields(content(part)):
+def _read_node(node_field: Field) -> _Node:
+    node = _Node(node_field, set(), [])
+    for member in fields(content(node_field)):
+        if member.number == _NODE_INPUT:
+            node.inputs.add(decoded(content(member)))
+        elif member.number == _NODE_OUTPUT:
+            node.outputs.append(decoded(content(member)))
+        elif member.number == _NODE_ATTRIBUTE:
+            for value in fields(content(member)):
                 if value.number in (_ATTRIBUTE_GRAPH, _ATTRIBUTE_GRAPHS):
                     node.inputs |= _read_graph(content(value)).needed_from_outside()
     node.inputs.discard("")  # an omitted optional input

@@ -37,7 +37,7 @@ class Optimizer:
             raise TypeError(f"module must be a Module, but {shown(module)} was given")
         self._state: LiveState = module._state
         device = self._state.device
-        options = check_options(module._given_options, update=True)
+        options = check_options(module._session_options, update=True)
         loaded = load_model(OptimizerModel, optimizer_uri, "optimizer_uri", "optimizer", options, self._state, device)
         self._state.check(loaded.model, loaded.name)
         with self._state.lock:
@@ -84,7 +84,7 @@ class Optimizer:
         return self._state.rates()[-1]
 
     def _bind(self) -> Any:
-        """Binds the state; outputs overwrite the inputs in place."""
+        """Binds the state to a run: outputs share the memory of inputs, so they overwrite them."""
         state, model = self._state, self._model
         binding = self._session.io_binding()
         for name, (graph_input, output) in model.weights.items():
@@ -112,7 +112,7 @@ def check_rate(what: str, value: object) -> float:
     """
     if not isinstance(value, (int, float, np.integer, np.floating)) or isinstance(value, bool):
         raise TypeError(f"{what} must be a number, but {shown(value)} was given")
-    # A NumPy scalar would compare in its own type, which may not be able to represent the limit.
+    # A NumPy scalar would compare in its own type, which may be unable to represent the limit.
     if not 0 <= (value if isinstance(value, int) else float(value)) <= _LARGEST:
         raise ValueError(
             f"{what} must be finite, at most {_LARGEST:.3g}, and not negative, but {shown(value)} was given"

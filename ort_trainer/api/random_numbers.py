@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["RandomNumbers", "set_seed"]
 
+# The words of a Mersenne Twister's state.
 _WORDS = 624
 
 
@@ -70,7 +71,8 @@ class RandomNumbers:
         self._calls = _Seed.calls
         self._bits: Any = None
         self._generator: Any = None
-        # A state, and the number of words drawn for masks since: reading NumPy's state takes a tenth of a small step.
+        # A state of the generator, and the number of words drawn for masks since then, from which undo() restores the
+        # state before a draw. Reading NumPy's state at each draw would take a tenth of a small step.
         self._anchor: Any = None
         self._words = self._words_before = 0
 
@@ -79,15 +81,15 @@ class RandomNumbers:
         self._follow_seed()
         if self._bits is None:
             return self._state
-        known = self._bits.state["state"]
-        return np.append(known["key"], known["pos"]).astype(np.uint32)
+        mt19937 = self._bits.state["state"]
+        return np.append(mt19937["key"], mt19937["pos"]).astype(np.uint32)
 
     def set_state(self, state: Array | None) -> None:
         """Restores a state from :meth:`get_state`."""
         self._state, self._bits, self._generator, self._anchor = state, None, None, None
 
     def draw(self, wanted: Sequence[tuple[RandomInput, tuple[int, ...]]]) -> list[Array]:
-        """Returns random numbers for inputs of given shapes."""
+        """Returns random numbers for inputs, each with its shape."""
         self._follow_seed()
         if self._bits is None:
             self._bits = _bits(self._state)
@@ -107,6 +109,7 @@ class RandomNumbers:
             self._words = self._words_before
 
     def _follow_seed(self) -> None:
+        """Discards the state if :func:`set_seed` was called since it was made."""
         if self._calls != _Seed.calls:
             self._calls = _Seed.calls
             self.set_state(None)
@@ -129,6 +132,7 @@ class RandomNumbers:
 
 
 def _bits(state: Array | None) -> Any:
+    """Returns NumPy's Mersenne Twister in a saved state, or seeded by :func:`set_seed` or the operating system."""
     if state is None and _Seed.value is not None:
         # Knuth's seeding, as in PyTorch; MT19937(seed) seeds differently.
         return np.random.RandomState(_Seed.value)._bit_generator
@@ -142,8 +146,8 @@ def _bits(state: Array | None) -> Any:
 def _uniform(generator: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
     """Returns numbers in [0, 1) that are exact in the dtype, so none is rounded to 1."""
     levels = 2 ** (np.finfo(dtype).nmant + 1)
-    found: Array = (generator.integers(0, levels, shape) / levels).astype(dtype)
-    return found
+    numbers: Array = (generator.integers(0, levels, shape) / levels).astype(dtype)
+    return numbers
 
 
 def _bernoulli(generator: Any, shape: tuple[int, ...], probability: float, factor: float = 1.0) -> Array:

@@ -23,7 +23,7 @@ __all__ = ["Input", "StepRunner"]
 
 Input: TypeAlias = np.ndarray[Any, Any] | OrtValue
 """The type of a step's inputs and outputs."""
-# Number of batch shapes whose plans are cached.
+# The largest number of cached plans, one for each combination of input shapes.
 _PLANS = 1000
 
 
@@ -48,15 +48,15 @@ class StepRunner:
         self._state = state
         self._dtypes = [np.dtype(spec.dtype) for spec in model.inputs]
         self._plans: dict[tuple[bool, tuple[tuple[int, ...], ...]], Plan] = {}
-        # Shared by all plans: a step binds its inputs, random numbers and outputs anew.
+        # All plans share these bindings of the state, because each step binds its inputs, random numbers and outputs.
         self._bindings: dict[Any, Binding] = {}
         self._reset = {flag: np.array([flag]) for flag in (False, True)}
 
-    def run(self, given: Sequence[Input], options: RunOptions | None = None) -> list[Any]:
+    def run(self, inputs: Sequence[Input], options: RunOptions | None = None) -> list[Any]:
         """Runs a step.
 
         Args:
-            given: The inputs in order.
+            inputs: The inputs in order.
             options: ONNX Runtime's options for this run.
 
         Returns:
@@ -71,7 +71,7 @@ class StepRunner:
         if self._state.missing:
             self._state.require_values()
         check_run_options(options)
-        values = self._checked(given)
+        values = self._checked(inputs)
         with self._state.lock:
             return self._run(values, options)
 
@@ -80,9 +80,9 @@ class StepRunner:
         as_arrays = not values or any(isinstance(value, np.ndarray) for value in values)
         shapes = tuple([_shape(value) for value in values])
         plan = self._plans.get((as_arrays, shapes)) or self._plan(as_arrays, shapes)
-        given = dict(zip(self.inputs, values, strict=True))
+        values_by_name = dict(zip(self.inputs, values, strict=True))
         if plan.indices:
-            check_indices(plan.indices, lambda name: _array(given[name]), lambda: plan.sizes)
+            check_indices(plan.indices, lambda name: _array(values_by_name[name]), lambda: plan.sizes)
         training = self.model.training
         sides = (state.reset, state.gradient_side, state.buffer_side) if training else (True, 0, state.buffer_side)
         if sides not in self._bindings:
@@ -90,24 +90,24 @@ class StepRunner:
         with uninterrupted():
             try:
                 results, _ = plan.runner.run(
-                    plan, given, destination_key=sides, generator=state.random, options=options
+                    plan, values_by_name, destination_key=sides, generator=state.random, options=options
                 )
             except BaseException:
-                if plan.random:
+                if plan.random:  # a failed step leaves the generator as it was
                     state.random.undo()
                 raise
             if training:
                 state.advance()
         return list(results.values())
 
-    def _checked(self, given: Sequence[Input]) -> list[Input]:
+    def _checked(self, inputs: Sequence[Input]) -> list[Input]:
         """Returns the inputs as contiguous tensors, after checking their types."""
-        if len(given) != len(self.inputs):
+        if len(inputs) != len(self.inputs):
             raise TypeError(
-                f"{len(given)} inputs were given, but {self.name} takes {len(self.inputs)}: {self._listed()}"
+                f"{len(inputs)} inputs were given, but {self.name} takes {len(self.inputs)}: {self._listed()}"
             )
         values: list[Input] = []
-        for name, dtype, value in zip(self.inputs, self._dtypes, given, strict=True):
+        for name, dtype, value in zip(self.inputs, self._dtypes, inputs, strict=True):
             if isinstance(value, (np.ndarray, np.generic)):
                 if isinstance(value, np.ma.MaskedArray):
                     raise TypeError(f"input {name!r} is a masked array, whose mask would be lost: call filled()")
@@ -116,9 +116,9 @@ class StepRunner:
                     raise TypeError(_wrong_dtype(name, array.dtype, dtype))
                 values.append(array)
             elif isinstance(value, OrtValue):
-                found = element_type(value.data_type())
-                if found != dtype.name:
-                    raise TypeError(_wrong_dtype(name, found, dtype))
+                element = element_type(value.data_type())
+                if element != dtype.name:
+                    raise TypeError(_wrong_dtype(name, element, dtype))
                 values.append(value)
             else:
                 kind = type(value).__name__
@@ -156,8 +156,8 @@ class StepRunner:
         for guard in self.model.guards:
             if symbols_of(guard) <= sizes.keys() and not holds(guard, sizes):
                 raise ValueError(
-                    f"{self.name} is valid only if {guard}, but the inputs have {_said(sizes)}: export again with a "
-                    "batch of these sizes"
+                    f"{self.name} is valid only if {guard}, but the inputs have {_size_list(sizes)}: export again with "
+                    "a batch of these sizes"
                 )
 
     def _bind(self, plan: Plan, sides: Any) -> None:
@@ -182,11 +182,12 @@ def _array(value: Input) -> Array:
     return value if isinstance(value, np.ndarray) else np.asarray(value.numpy())
 
 
-def _wrong_dtype(name: str, found: object, expected: np.dtype[Any]) -> str:
-    return f"input {name!r} has dtype {found}, but the model takes {expected}: use .astype(numpy.{expected})"
+def _wrong_dtype(name: str, actual: object, expected: np.dtype[Any]) -> str:
+    return f"input {name!r} has dtype {actual}, but the model takes {expected}: use .astype(numpy.{expected})"
 
 
 def _check_shape(spec: TensorSpec, shape: tuple[int, ...], sizes: dict[str, int]) -> None:
+    """Checks the shape of an input, and records the sizes of its named dimensions in ``sizes``."""
     described = list(spec.shape or ())
     if len(shape) != len(described):
         raise ValueError(
@@ -209,5 +210,5 @@ def _check_shape(spec: TensorSpec, shape: tuple[int, ...], sizes: dict[str, int]
             )
 
 
-def _said(sizes: Mapping[str, int]) -> str:
+def _size_list(sizes: Mapping[str, int]) -> str:
     return ", ".join(f"{name} = {size}" for name, size in sizes.items())

@@ -46,10 +46,9 @@ class TrainingSession:
         session_options: SessionOptions | None = None,
         device: str = "cpu",
     ) -> None:
-        # In C++, an empty buffer stands for a missing model.
-        self._module = Module(train_model, state, _given(eval_model), device, session_options)
-        given = _given(optimizer_model)
-        self._optimizer = None if given is None else Optimizer(given, self._module)
+        self._module = Module(train_model, state, _none_if_empty(eval_model), device, session_options)
+        update_model = _none_if_empty(optimizer_model)
+        self._optimizer = None if update_model is None else Optimizer(update_model, self._module)
         self._scheduler: LinearLRScheduler | None = None
 
     def train_step(
@@ -160,11 +159,11 @@ class TrainingSession:
         return f"TrainingSession({self._module!r}, {self._optimizer!r})"
 
     def _run(
-        self, training: bool, given: Sequence[Input] | Mapping[str, Input], options: RunOptions | None
+        self, training: bool, input_values: Sequence[Input] | Mapping[str, Input], options: RunOptions | None
     ) -> list[Any]:
-        if not isinstance(given, (list, tuple, Mapping)):
-            raise TypeError(f"input_values must be a list of arrays or OrtValues, but {shown(given)} was given")
-        return self._module._run(training, given, options)
+        if not isinstance(input_values, (list, tuple, Mapping)):
+            raise TypeError(f"input_values must be a list of arrays or OrtValues, but {shown(input_values)} was given")
+        return self._module._run(training, input_values, options)
 
     def _needed_optimizer(self) -> Optimizer:
         if self._optimizer is None:
@@ -172,7 +171,8 @@ class TrainingSession:
         return self._optimizer
 
 
-def _given(model: ModelSource | None) -> ModelSource | None:
+def _none_if_empty(model: ModelSource | None) -> ModelSource | None:
+    """Returns a model, or None for an empty buffer, which stands for a missing model in C++."""
     return None if isinstance(model, bytes) and not model else model
 
 

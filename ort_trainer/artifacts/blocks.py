@@ -1,4 +1,4 @@
-"""Reads onnxblocks, onnxruntime-training's or ours: a loss becomes part of its ONNX model, an optimizer a config."""
+"""Reads onnxblocks, onnxruntime-training's or ours: a loss becomes part of the ONNX model, an optimizer a config."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def is_block(value: Any) -> bool:
 
 
 def _package(block: Any) -> Any:
-    """Returns the package whose blocks these are, which knows the model that they add to."""
+    """Returns the onnxblock package of a block. Its global state holds the model to which the block adds nodes."""
     module = next(kind.__module__ for kind in type(block).__mro__ if _PACKAGE in kind.__module__)
     return importlib.import_module(module.partition(_PACKAGE)[0] + _PACKAGE)
 
@@ -48,7 +48,8 @@ def with_loss(
     proto = onnx.load(Path(model)) if isinstance(model, (str, os.PathLike)) else model
     sized = ir.from_proto(proto)
     shapes = known_shapes(sized)
-    for value in sized.graph.outputs:  # labels are inputs like them, and must have the names of sizes of the inputs
+    # Blocks copy the shapes of outputs for their labels, whose sizes must have the names that the inputs use.
+    for value in sized.graph.outputs:
         value.shape = None if shapes[str(value.name)] is None else ir.Shape(shapes[str(value.name)] or ())
     with _package(block).base(ir.to_proto(sized)) as handle:
         loss = block(*(inputs or [value.name for value in proto.graph.output]))
@@ -63,9 +64,14 @@ def with_loss(
     return built
 
 
-def _fix_constants(model: onnx.ModelProto, known: Collection[str]) -> None:
-    """Makes constants of what onnxruntime-training's blocks have added as initializers, which could be trained."""
-    added = [entry for entry in model.graph.initializer if entry.name not in known and "linear" not in entry.name]
+def _fix_constants(model: onnx.ModelProto, original_names: Collection[str]) -> None:
+    """Turns initializers that onnxruntime-training's blocks have added into constants, so that they are not trained.
+
+    The weights of a block's linear layers stay initializers: they are meant to be trained.
+    """
+    added = [
+        entry for entry in model.graph.initializer if entry.name not in original_names and "linear" not in entry.name
+    ]
     for entry in added:
         node = onnx.helper.make_node("Constant", [], [entry.name], f"{entry.name}_node", value=entry)
         model.graph.node.insert(0, node)
@@ -73,13 +79,13 @@ def _fix_constants(model: onnx.ModelProto, known: Collection[str]) -> None:
 
 
 def optimizer_config(block: Any) -> tuple[OptimizerConfig, float | None]:
-    """Returns the config of a block that updates weights, and the limit of the gradients' norm; None for no limit.
+    """Returns the config of a block that updates weights, and the limit of the gradient norm, or None.
 
     Raises:
-        ValueError: If it consists of other operators than AdamW or SGD and clipping by the norm.
+        ValueError: If it has operators other than AdamW or SGD, and clipping by the norm.
     """
     with _package(block).empty_base() as handle:
-        # Trained parameters, and others.
+        # The block takes two lists: trained and frozen parameters. One trained parameter is enough to read its nodes.
         block(([onnx.helper.make_tensor("weight", onnx.TensorProto.FLOAT, [1], [0.0])], []))
     nodes = {node.op_type: node for node in handle.model.graph.node}
     settings = {
@@ -94,15 +100,15 @@ def optimizer_config(block: Any) -> tuple[OptimizerConfig, float | None]:
             f"the block {type(block).__name__} has the operators {list(nodes)}, but an optimizer must be AdamW or SGD, "
             "with or without ClipGradNorm: give a config of ort_trainer.optim"
         )
-    given = settings["AdamWOptimizer"]
+    attributes = settings["AdamWOptimizer"]
     config = AdamConfig(
         lr=1e-3,
-        alpha=given["alpha"],
-        beta=given["beta"],
-        epsilon=given["epsilon"],
-        lambda_coef=given["weight_decay"],
-        do_bias_correction=bool(given["correct_bias"]),
-        weight_decay_mode=AdamConfig.DecayMode(given["adam_mode"]),
+        alpha=attributes["alpha"],
+        beta=attributes["beta"],
+        epsilon=attributes["epsilon"],
+        lambda_coef=attributes["weight_decay"],
+        do_bias_correction=bool(attributes["correct_bias"]),
+        weight_decay_mode=AdamConfig.DecayMode(attributes["adam_mode"]),
         max_norm_clip=math.inf,
     )
     return config, limit

@@ -76,7 +76,7 @@ def convert_artifacts(source: PathLike, target: PathLike, *, include_optimizer_s
         TypeError: If an argument is not a path.
         FileNotFoundError: If a file, or the parent of the target, does not exist.
         CheckpointError: If the checkpoint is damaged or of another kind.
-        ValueError: If a model is damaged, or has operators that are not supported.
+        ValueError: If a model is damaged, or has unsupported operators.
 
     Example:
         >>> convert_artifacts("upstream", "ours")
@@ -107,31 +107,37 @@ def convert_artifacts(source: PathLike, target: PathLike, *, include_optimizer_s
             raise FileNotFoundError(f"there is no model {str(folder / name)!r}")
         return (folder / name).read_bytes()
 
-    found: dict[str, Any] = {}
+    converted: dict[str, Any] = {}
     for name, kind in ((TRAINING_MODEL, "training"), (EVALUATION_MODEL, "evaluation")):
         if kind == "training" or (folder / name).exists():
-            with models.damage_told(name):
-                found[name] = models.step_model(data(name), name, kind, state.parameters)
-    # A flat buffer has the parameters in the order of the training model.
-    order = [value.name for value in found[TRAINING_MODEL][0].graph.inputs if value.name in state.parameters]
+            with models.corruption_reported(name):
+                converted[name] = models.step_model(data(name), name, kind, state.parameters)
+    # A flat buffer lists the parameters in the order of the training model's inputs, so the checkpoint must too.
+    order = [value.name for value in converted[TRAINING_MODEL][0].graph.inputs if value.name in state.parameters]
     names = dict.fromkeys([*order, *state.parameters])
     state.parameters = {name: state.parameters[name] for name in names}
     state.trainable = [name for name in names if name in state.trainable]
     if (folder / OPTIMIZER_MODEL).exists():
         trained = {name: state.parameters[name] for name in state.trainable}
-        with models.damage_told(OPTIMIZER_MODEL):
-            found[OPTIMIZER_MODEL] = models.optimizer_model(data(OPTIMIZER_MODEL), OPTIMIZER_MODEL, trained)
-    files = contents(found, state, nominal=False)
+        with models.corruption_reported(OPTIMIZER_MODEL):
+            converted[OPTIMIZER_MODEL] = models.optimizer_model(data(OPTIMIZER_MODEL), OPTIMIZER_MODEL, trained)
+    files = contents(converted, state, nominal=False)
 
     def write(temporary: Path) -> None:
-        for name, made in files.items():
-            (temporary / name).write_bytes(made)
+        for name, content in files.items():
+            (temporary / name).write_bytes(content)
 
     write_files(written, write)
 
 
 def read_state(source: PathLike, like: PathLike | None = None, include_optimizer: bool = True) -> State:
-    """Returns the state in a checkpoint of onnxruntime-training or ``ort_trainer.api``, fitted to that of an export."""
+    """Returns the state in a checkpoint of onnxruntime-training or ``ort_trainer.api``.
+
+    Args:
+        source: The checkpoint.
+        like: The checkpoint of an export to which a state of onnxruntime-training is fitted, or None.
+        include_optimizer: Whether to read the optimizer's state.
+    """
     if not _is_upstream(source):
         state = read_checkpoint(source)
         return state if include_optimizer else state.without_optimizer()
@@ -142,15 +148,15 @@ def read_state(source: PathLike, like: PathLike | None = None, include_optimizer
 
 
 def write_as_upstream(target: PathLike, state: State) -> None:
-    """Writes an ort_trainer checkpoint in onnxruntime-training's format, and warns of what that can't store.
+    """Writes an ort_trainer checkpoint in onnxruntime-training's format; warns about parts that it can't store.
 
     Raises:
         ValueError: If onnxruntime-training lacks its optimizer.
     """
-    found, left_out = to_upstream(state)
+    upstream, left_out = to_upstream(state)
     if left_out:
         warn(f"onnxruntime-training can't store {', '.join(left_out)}: left out of {os.fspath(target)!r}")
-    write_upstream_checkpoint(target, found)
+    write_upstream_checkpoint(target, upstream)
 
 
 def trainer_state_dict(source: PathLike) -> dict[str, Any]:
@@ -185,6 +191,7 @@ def trainer_state_dict(source: PathLike) -> dict[str, Any]:
 
 
 def _is_upstream(source: PathLike) -> bool:
+    """Returns whether an existing file is a checkpoint of onnxruntime-training."""
     if not isinstance(source, (str, os.PathLike)):
         raise TypeError(f"source must be a path, but {shown(source)} was given")
     if not Path(source).is_file():

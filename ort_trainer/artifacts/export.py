@@ -26,7 +26,7 @@ from .optimizer_model import Updated, optimizer_model
 from .quantize import check_kind, with_quantized
 from .reduced_operators import check_name, operators_of
 from .step_models import evaluation_model, training_model
-from .updates import found_updates, optimizer_name
+from .updates import optimizer_name, parameter_updates
 
 __all__ = ["export_artifacts"]
 
@@ -60,7 +60,7 @@ def export_artifacts(
         prefix: Prefix of the file names.
         outputs: Outputs of the models besides the loss; None for all described ones.
         fixed_learning_rate: Whether to store the learning rate in onnxruntime-training's optimizer model.
-        reduced_operators: Name of a file with the operators that the models need; None for no such file.
+        reduced_operators: Name of a file that lists the operators that the models need; None for no such file.
         quantize_frozen: The type of frozen weights, one of :data:`~.quantize.KINDS`; None to keep them as they are.
         notes: Name -> text of files to write beside the models.
         sample_batch: A batch for the export of the model, as for ``ORTTrainer.prepare``.
@@ -93,18 +93,18 @@ def export_artifacts(
 
     def write_all(state: State) -> None:
         folder = target_folder(directory)
-        made = _made(loop, state, optimizer, outputs)
+        parts = _collect(loop, state, optimizer, outputs)
         if flavor == FLAVORS[0]:
-            write = _our_writer(made, nominal_checkpoint, quantize_frozen)
+            write = _our_writer(parts, nominal_checkpoint, quantize_frozen)
         else:
-            write = _upstream_writer(made, nominal_checkpoint, fixed_learning_rate)
+            write = _upstream_writer(parts, nominal_checkpoint, fixed_learning_rate)
 
         def write_with_notes(temporary: Path) -> None:
             write(temporary)
-            found = dict(notes)
+            texts = dict(notes)
             if reduced_operators is not None:
-                found[reduced_operators] = operators_of(temporary.glob("*.onnx"))
-            for name, text in found.items():
+                texts[reduced_operators] = operators_of(temporary.glob("*.onnx"))
+            for name, text in texts.items():
                 (temporary / name).write_text(text, encoding="utf-8")
 
         write_files(folder, write_with_notes, prefix)
@@ -114,8 +114,8 @@ def export_artifacts(
 
 
 @dataclass(frozen=True)
-class _Made:
-    """The data for the files of either flavor.
+class _ExportParts:
+    """The parts from which the files of either flavor are written.
 
     Attributes:
         training: The graph of a training step.
@@ -136,7 +136,8 @@ class _Made:
     buffers: Sequence[str]
 
 
-def _made(loop: TrainingLoop, state: State, optimizer: bool, outputs: Sequence[str] | None) -> _Made:
+def _collect(loop: TrainingLoop, state: State, optimizer: bool, outputs: Sequence[str] | None) -> _ExportParts:
+    """Exports the graphs and the optimizer model, and converts the state to one for devices."""
     executor, window = loop.executor, loop.window
     assert executor is not None
     training, evaluation = (_with_outputs(loop.graphs.portable(executor, mode), outputs) for mode in (True, False))
@@ -144,51 +145,53 @@ def _made(loop: TrainingLoop, state: State, optimizer: bool, outputs: Sequence[s
         training, evaluation = (replace(graph, index_ranges=()) for graph in (training, evaluation))
     # Each micro-batch adds its share of the mean, so the sum over a full window is the mean.
     count = window.size if window.reduction == "mean" else 1
-    updates = found_updates(loop, state, list(training.gradients))
-    model, said, kept = optimizer_model(optimizer_name(loop.config), updates, len(state.learning_rates), count)
-    checkpoint = for_device(replace(state, schedule=_schedule_of(loop)), kept, list(updates))
+    updates = parameter_updates(loop, state, list(training.gradients))
+    model, description, optimizer_state = optimizer_model(
+        optimizer_name(loop.config), updates, len(state.learning_rates), count
+    )
+    checkpoint = for_device(replace(state, schedule=_schedule_of(loop)), optimizer_state, list(updates))
     if not optimizer:
         checkpoint.optimizer = None
     buffers = [name for name in checkpoint.parameters if name in executor.buffers]
-    described = (model, said) if optimizer else None
-    return _Made(training, evaluation, 1.0 / count, updates, described, checkpoint, buffers)
+    optimizer_file = (model, description) if optimizer else None
+    return _ExportParts(training, evaluation, 1.0 / count, updates, optimizer_file, checkpoint, buffers)
 
 
-def _our_writer(made: _Made, nominal: bool, quantized: str | None) -> Callable[[Path], None]:
+def _our_writer(parts: _ExportParts, nominal: bool, quantized: str | None) -> Callable[[Path], None]:
     """Returns a function that writes the files for ``ort_trainer.api``."""
     models: dict[str, Described] = {
-        TRAINING_MODEL: training_model(made.training.unchecked(), made.weight),
-        EVALUATION_MODEL: evaluation_model(made.evaluation.unchecked()),
+        TRAINING_MODEL: training_model(parts.training.unchecked(), parts.weight),
+        EVALUATION_MODEL: evaluation_model(parts.evaluation.unchecked()),
     }
-    if made.optimizer is not None:
-        models[OPTIMIZER_MODEL] = made.optimizer
-    checkpoint = made.checkpoint
+    if parts.optimizer is not None:
+        models[OPTIMIZER_MODEL] = parts.optimizer
+    checkpoint = parts.checkpoint
     if quantized is not None:
-        models, checkpoint = with_quantized(models, checkpoint, quantized, made.buffers)
-    found = contents(models, checkpoint, nominal)
+        models, checkpoint = with_quantized(models, checkpoint, quantized, parts.buffers)
+    files = contents(models, checkpoint, nominal)
 
     def write(folder: Path) -> None:
-        for name, content in found.items():
+        for name, content in files.items():
             (folder / name).write_bytes(content)
 
     return write
 
 
-def _upstream_writer(made: _Made, nominal: bool, fixed_learning_rate: bool) -> Callable[[Path], None]:
+def _upstream_writer(parts: _ExportParts, nominal: bool, fixed_learning_rate: bool) -> Callable[[Path], None]:
     """Returns a function that writes the files for onnxruntime-training."""
     from .upstream.write import write_upstream_artifacts
 
-    rules = {name: updated.update for name, updated in made.updates.items()}
+    rules = {name: updated.update for name, updated in parts.updates.items()}
 
     def write(folder: Path) -> None:
         write_upstream_artifacts(
             folder,
-            made.training,
-            made.evaluation,
+            parts.training,
+            parts.evaluation,
             rules,
-            made.checkpoint,
-            made.buffers,
-            gradient_weight=made.weight,
+            parts.checkpoint,
+            parts.buffers,
+            gradient_weight=parts.weight,
             fixed_learning_rate=fixed_learning_rate,
             nominal_checkpoint=nominal,
         )
@@ -197,14 +200,14 @@ def _upstream_writer(made: _Made, nominal: bool, fixed_learning_rate: bool) -> C
 
 
 def _with_outputs(graph: Step, names: Sequence[str] | None) -> Step:
-    """Returns a graph with the loss and the given outputs, in that order."""
+    """Returns a graph with the loss and the named outputs, in that order."""
     if names is None:
         return graph
-    known = {spec.name: spec for spec in graph.outputs}
-    unknown = sorted({*names} - known.keys())
+    specs_by_name = {spec.name: spec for spec in graph.outputs}
+    unknown = sorted({*names} - specs_by_name.keys())
     if unknown:
-        raise ValueError(f"unknown additional_output_names {unknown}: the described outputs are {list(known)}")
-    return replace(graph, outputs=tuple(known[name] for name in dict.fromkeys([graph.loss, *names])))
+        raise ValueError(f"unknown additional_output_names {unknown}: the described outputs are {list(specs_by_name)}")
+    return replace(graph, outputs=tuple(specs_by_name[name] for name in dict.fromkeys([graph.loss, *names])))
 
 
 def _check_exportable(loop: TrainingLoop) -> None:
@@ -257,8 +260,10 @@ def _schedule_of(loop: TrainingLoop) -> dict[str, Any] | None:
     scheduler = loop.rates.scheduler
     if scheduler is None:
         return None
-    known = [kind for kind in vars(lr_scheduler).values() if isinstance(kind, type) and hasattr(kind, "schedule")]
-    if type(scheduler) in known:
+    schedule_types = [
+        kind for kind in vars(lr_scheduler).values() if isinstance(kind, type) and hasattr(kind, "schedule")
+    ]
+    if type(scheduler) in schedule_types:
         return dict(scheduler.schedule)  # type: ignore[union-attr]
     name = getattr(scheduler, "__qualname__", type(scheduler).__qualname__)
     raise ValueError(

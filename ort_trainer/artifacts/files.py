@@ -40,25 +40,26 @@ FILES = (TRAINING_MODEL, EVALUATION_MODEL, OPTIMIZER_MODEL, CHECKPOINT, NOMINAL_
 
 
 def contents(models: Mapping[str, Described], checkpoint: State, nominal: bool) -> dict[str, bytes]:
-    """Returns the contents of each file.
+    """Returns the contents of the files by name.
 
     Args:
         models: Name of the file -> model and its description.
         checkpoint: The state.
         nominal: Whether to add a file with only the shapes of the parameters.
     """
+    # The digest of the models identifies the export: all files carry it, so that files of two exports are told apart.
     digest = hashlib.sha256()
-    for name, (model, said) in models.items():
-        model.metadata_props[METADATA] = to_metadata(said)
+    for name, (model, description) in models.items():
+        model.metadata_props[METADATA] = to_metadata(description)
         digest.update(name.encode() + _serialized(model))
-    export, found = digest.hexdigest(), {}
-    for name, (model, said) in models.items():
-        model.metadata_props[METADATA] = to_metadata(replace(said, export=export))
-        found[name] = _serialized(model)
-    found[CHECKPOINT] = to_bytes(replace(checkpoint, export=export))
+    export, files = digest.hexdigest(), {}
+    for name, (model, description) in models.items():
+        model.metadata_props[METADATA] = to_metadata(replace(description, export=export))
+        files[name] = _serialized(model)
+    files[CHECKPOINT] = to_bytes(replace(checkpoint, export=export))
     if nominal:
-        found[NOMINAL_CHECKPOINT] = to_bytes(replace(checkpoint.without_optimizer(), export=export, nominal=True))
-    return found
+        files[NOMINAL_CHECKPOINT] = to_bytes(replace(checkpoint.without_optimizer(), export=export, nominal=True))
+    return files
 
 
 def _serialized(model: ir.Model) -> bytes:
@@ -97,7 +98,8 @@ def write_files(folder: Path, write: Callable[[Path], None], prefix: str = "") -
         write: Writes the files into the folder passed to it.
         prefix: Prefix of the file names.
     """
-    # Inside the folder if it exists: its parent may be read-only, or on another file system if the folder is a mount.
+    # The temporary folder is inside the target if that exists, because the target's parent may be read-only, or on
+    # another file system if the target is a mount point.
     around = folder if folder.is_dir() else folder.parent
     remove_abandoned(folder.parent, glob.escape(folder.name))  # from a process killed before it made the folder
     with contextlib.ExitStack() as stack:
@@ -105,14 +107,14 @@ def write_files(folder: Path, write: Callable[[Path], None], prefix: str = "") -
             temporary = stack.enter_context(temporary_folder(around, folder.name))
             write(temporary)
         written = [path.name for path in temporary.iterdir()]
-        left = [folder / f"{prefix}{name}" for name in FILES if name not in written]  # from an earlier export
+        outdated = [folder / f"{prefix}{name}" for name in FILES if name not in written]  # from an earlier export
         if not folder.is_dir():
             folder.mkdir()
             stack.callback(_remove_empty, folder)
         files = ((temporary / name, folder / f"{prefix}{name}") for name in written)
-        replace_all(files, folder / f"{prefix}{CHECKPOINT}", left)
+        replace_all(files, folder / f"{prefix}{CHECKPOINT}", outdated)
 
 
 def _remove_empty(folder: Path) -> None:
-    with contextlib.suppress(OSError):  # it has files
+    with contextlib.suppress(OSError):  # not empty
         folder.rmdir()

@@ -107,14 +107,14 @@ def generate_artifacts(
     from .onnx_models import Prepared, is_onnx, prepared
 
     _check_flags(ort_format, custom_op_library, prefix)
-    names = {
+    name_lists = {
         "requires_grad": requires_grad,
         "frozen_params": frozen_params,
         "additional_output_names": additional_output_names,
         "loss_input_names": loss_input_names,
     }
-    for argument, given in names.items():
-        _check_names(argument, given)
+    for argument, names in name_lists.items():
+        _check_names(argument, names)
     if is_block(loss):
         if not is_onnx(model):
             raise TypeError(
@@ -129,41 +129,41 @@ def generate_artifacts(
     if isinstance(model, nn.Module):
         _check_module(model, requires_grad, loss_input_names, sample_batch)
         parameters = [name for name, _ in model.named_parameters()]
-        made = Prepared(model, model_desc, sample_batch, parameters, additional_output_names)
+        arguments = Prepared(model, model_desc, sample_batch, parameters, additional_output_names)
     elif is_onnx(model):
         if model_desc != "auto":
             raise ValueError("model_desc is for PyTorch modules only: an ONNX model describes itself, so leave it out")
         kind = loss.name if isinstance(loss, Enum) else None
-        # A predefined loss needs no batch, unless for its size.
+        # A predefined loss needs no batch; a memory budget needs one, but only for measuring.
         batch = None if kind is not None and memory_budget is not None else sample_batch
-        made = prepared(model, loss_fn, kind, batch, additional_output_names, loss_input_names, requires_grad)
+        arguments = prepared(model, loss_fn, kind, batch, additional_output_names, loss_input_names, requires_grad)
     else:
         raise TypeError(
             f"model must be a torch.nn.Module, an onnx.ModelProto or the path of an ONNX file, but {was_given(model)}"
         )
-    frozen = _frozen(made.parameters, requires_grad, frozen_params)
+    frozen = _frozen(arguments.parameters, requires_grad, frozen_params)
     options = ORTTrainerOptions.of(options)
-    idle = {*frozen, *_frozen_before(made.model), *options.utils.frozen_weights}
+    idle = {*frozen, *_frozen_before(arguments.model), *options.utils.frozen_weights}
     config, notes = _config(optimizer), dict[str, str]()
 
     def export(more: Sequence[str], directory: str | os.PathLike[str], prefix: str = "", **settings: Any) -> None:
         chosen = _with_frozen(options, [*frozen, *more], limit)
         export_artifacts(
-            launch(made.model, made.model_desc, config, loss_fn, chosen),
+            launch(arguments.model, arguments.model_desc, config, loss_fn, chosen),
             directory,
             flavor=flavor,
             optimizer=optimizer is not None,
             prefix=prefix,
-            outputs=made.outputs,
-            # With a budget, what is frozen is only known at the end, and may be nothing.
+            outputs=arguments.outputs,
+            # With a budget, the first candidate may have no frozen weight, which quantize_frozen would refuse.
             quantize_frozen=quantize_frozen if memory_budget is None or idle or more else None,
-            sample_batch=made.batch,
+            sample_batch=arguments.batch,
             **settings,
         )
 
     more: Sequence[str] = ()
     if memory_budget is not None:
-        trained = [name for name in made.parameters if name not in idle]
+        trained = [name for name in arguments.parameters if name not in idle]
         more, notes[MEMORY] = choose_trained(trained, parse_budget(memory_budget), sample_batch, export)
     export(
         more,
@@ -191,11 +191,12 @@ def _check_flags(ort_format: Any, custom_op_library: Any, prefix: Any) -> None:
         raise ValueError(f"prefix must be a str without folders, but {shown(prefix)} was given")
 
 
-def _check_names(argument: str, given: Any) -> None:
-    if given is None:
+def _check_names(argument: str, names: Any) -> None:
+    """Checks that an argument is None or a list of names."""
+    if names is None:
         return
-    if isinstance(given, str) or not isinstance(given, Sequence) or not all(isinstance(name, str) for name in given):
-        raise TypeError(f"{argument} must be a list of names, but {shown(given)} was given")
+    if isinstance(names, str) or not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
+        raise TypeError(f"{argument} must be a list of names, but {shown(names)} was given")
 
 
 def _check_module(
@@ -209,8 +210,7 @@ def _check_module(
         )
     if sample_batch is None:
         raise ValueError("exporting a PyTorch module needs a batch: give sample_batch=(input, ..., label)")
-    frozen = [name for name, value in model.named_parameters() if not value.requires_grad]
-    both = [name for name in frozen if name in (requires_grad or ())]
+    both = [name for name in _frozen_before(model) if name in (requires_grad or ())]
     if both:
         raise ValueError(
             f"requires_grad names {both}, which are frozen in the module: call .requires_grad_(True) on them, or leave "
@@ -219,7 +219,8 @@ def _check_module(
 
 
 def _loss_function(loss: Any) -> Any:
-    # Accept any enum with these names, such as onnxruntime-training's.
+    """Returns the function for ``loss``, or None if the model computes the loss."""
+    # Accepts any enum with these names, such as onnxruntime-training's.
     kind = LossType.__members__.get(loss.name) if isinstance(loss, Enum) else None
     if kind is not None:
         return _LOSSES[kind]
@@ -232,6 +233,7 @@ def _loss_function(loss: Any) -> Any:
 
 
 def _config(optimizer: Any) -> OptimizerConfig | torch.optim.Optimizer:
+    """Returns the config for ``optimizer``, with onnxruntime-training's hyper-parameters for an OptimType."""
     name = getattr(optimizer, "name", "") if isinstance(optimizer, Enum) else ""
     if optimizer is None or name == OptimType.SGD.name:
         return SGDConfig(lr=1e-3)
@@ -254,8 +256,8 @@ def _frozen(
     both = sorted({*(requires_grad or ())} & {*(frozen_params or ())})
     if both:
         raise ValueError(f"parameters can't be in both requires_grad and frozen_params: {both}")
-    for argument, given in (("requires_grad", requires_grad), ("frozen_params", frozen_params)):
-        unknown = [name for name in given or () if name not in parameters]
+    for argument, names in (("requires_grad", requires_grad), ("frozen_params", frozen_params)):
+        unknown = [name for name in names or () if name not in parameters]
         if unknown:
             raise ValueError(f"unknown parameters {unknown} in {argument}: the model has {parameters}")
     if requires_grad is None:
@@ -271,7 +273,10 @@ def _frozen_before(model: Any) -> Collection[str]:
 
 
 def _with_frozen(options: ORTTrainerOptions, frozen: Sequence[str], limit: float | None) -> ORTTrainerOptions:
-    """Returns the options with additional frozen weights, a limit of the norm, and graphs of standard operators."""
+    """Returns the options with more frozen weights, a limit of the gradient norm, and ONNX Runtime's kernels.
+
+    For these kernels, the graphs consist of standard operators.
+    """
     weights = list(dict.fromkeys([*options.utils.frozen_weights, *frozen]))
     norm = {} if limit is None else {"max_grad_norm": limit}
     return options.changed({"utils": {"frozen_weights": weights, "kernels": "onnxruntime", **norm}})

@@ -1,6 +1,6 @@
 """Chooses which parameters a device trains, so that training fits in its memory.
 
-The memory is measured, not estimated: candidates are exported, and a process of their own trains each for three steps.
+The memory is measured, not estimated: each candidate is exported, and trained for three steps in a new process.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ _UNITS = {"": 1, "KB": 1000, "MB": 1000**2, "GB": 1000**3, "KiB": 1 << 10, "MiB"
 BATCH = "batch.npz"
 
 
-def parse_budget(given: int | str) -> int:
-    """Returns a number of bytes, given as such or as text (``64MB``, ``1.5 GiB``).
+def parse_budget(budget: int | str) -> int:
+    """Returns a budget in bytes, from a number of bytes or a text (``64MB``, ``1.5 GiB``).
 
     Raises:
-        ValueError: If it is neither, or not above 0.
+        ValueError: If it is neither, or not positive.
     """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]i?B)?", str(given).strip())
-    size = 0 if found is None or isinstance(given, bool) else int(float(found[1]) * _UNITS[found[2] or ""])
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]i?B)?", str(budget).strip())
+    size = 0 if match is None or isinstance(budget, bool) else int(float(match[1]) * _UNITS[match[2] or ""])
     if size <= 0:
         raise ValueError(
             f"memory_budget must be a number of bytes or a text such as '64MB' (units {', '.join([*_UNITS][1:])}), "
-            f"but {shown(given)} was given"
+            f"but {shown(budget)} was given"
         )
     return size
 
@@ -50,10 +50,10 @@ def choose_trained(
     batch: Any,
     export: Callable[[Sequence[str], Path], None],
 ) -> tuple[list[str], str]:
-    """Returns which parameters to freeze, and what was measured, as the text of ``memory.json``.
+    """Returns the parameters to freeze, and the text of ``memory.json``, which records the measurement.
 
-    Parameters are frozen until training fits: first the weights of two or more dimensions, from the first layer on,
-    then the biases and norms, from the first layer on; those of the last layer are never frozen.
+    Parameters are frozen until training fits: first weights of two or more dimensions, from the first layer on, then
+    biases and norms, from the first layer on. Parameters of the last layer are never frozen.
 
     Args:
         trained: The parameters that may be trained, in the order of the model.
@@ -62,7 +62,7 @@ def choose_trained(
         export: Exports to a folder with these parameters frozen.
 
     Raises:
-        ValueError: If training does not fit even so; the message says what it takes.
+        ValueError: If training does not fit with only the last layer trained; the message says how much it takes.
         TypeError: If the batch is neither a sequence nor a mapping of tensors.
     """
     arrays = _arrays(batch)
@@ -70,15 +70,16 @@ def choose_trained(
     order: list[str] = []
 
     def peak(count: int) -> int:
+        """Returns the bytes that training takes with the first parameters of the order frozen; measured once each."""
         if count not in measured:
             with temporary_folder() as folder:
                 export(order[:count], folder)
                 if not count:
                     order.extend(_order(trained, read_checkpoint(folder / CHECKPOINT).parameters))
-                # An input may have the name of an argument of NumPy's.
+                # The prefix, because an input may have the name of an argument of np.savez.
                 np.savez(folder / BATCH, allow_pickle=False, **{f"_{name}": arrays[name] for name in arrays})
                 measured[count] = _measured(folder)
-            _log.info("with %d of %d parameters frozen, training takes %s", count, len(trained), _said(measured[count]))
+            _log.info("with %d of %d parameters frozen, training takes %s", count, len(trained), _mb(measured[count]))
         return measured[count]
 
     few = many = 0
@@ -86,25 +87,25 @@ def choose_trained(
         many = len(order)
         if peak(many) > budget:
             raise ValueError(
-                f"memory_budget is {_said(budget)}, but training takes {_said(peak(many))} even if only the last layer "
+                f"memory_budget is {_mb(budget)}, but training takes {_mb(peak(many))} even if only the last layer "
                 "is trained: use smaller batches, quantize what is frozen (quantize_frozen), or raise the budget"
             )
-        while many - few > 1:  # few does not fit, many does
+        while many - few > 1:  # bisection: training does not fit with few frozen, and fits with many
             middle = (few + many) // 2
             few, many = (few, middle) if peak(middle) <= budget else (middle, many)
     frozen = order[:many]
-    said: dict[str, Any] = {
+    report: dict[str, Any] = {
         "memory_budget": budget,
         "peak": peak(many),
         "batch": {name: list(value.shape) for name, value in arrays.items()},
         "trained": [name for name in trained if name not in frozen],
     }
-    _log.info("memory_budget: training takes %s and trains %s", _said(peak(many)), said["trained"])
-    return frozen, json.dumps(said, indent=1) + "\n"
+    _log.info("memory_budget: training takes %s and trains %s", _mb(peak(many)), report["trained"])
+    return frozen, json.dumps(report, indent=1) + "\n"
 
 
 def _order(trained: Sequence[str], values: Mapping[str, Any]) -> list[str]:
-    """Returns the parameters that may be frozen, the first to be frozen first."""
+    """Returns the parameters that may be frozen, in the order of freezing."""
     last = trained[-1].rpartition(".")[0]
     others = [name for name in trained[:-1] if not last or name.rpartition(".")[0] != last]
     return sorted(others, key=lambda name: np.ndim(values[name]) < 2)
@@ -127,7 +128,7 @@ def _arrays(batch: Any) -> dict[str, np.ndarray[Any, Any]]:
 
 
 def _measured(folder: Path) -> int:
-    """Returns how many bytes training from the artifacts in a folder takes."""
+    """Returns the bytes that training from the artifacts in a folder takes."""
     command = [sys.executable, "-m", "ort_trainer.api.measure", str(folder)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
@@ -138,5 +139,5 @@ def _measured(folder: Path) -> int:
     return int(done.stdout.split()[-1])
 
 
-def _said(size: int) -> str:
+def _mb(size: int) -> str:
     return f"{size / 1e6:.1f} MB"

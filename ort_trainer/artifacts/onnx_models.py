@@ -39,7 +39,7 @@ class Prepared:
 
 
 def is_onnx(model: Any) -> bool:
-    """Returns whether a value is an ONNX model, or can be the path of one."""
+    """Returns whether a value is an ONNX model, or a possible path of one."""
     return isinstance(model, (onnx.ModelProto, str, os.PathLike))
 
 
@@ -68,17 +68,17 @@ def prepared(
     """
     loaded = load_onnx_model(model)
     loaded = replace(loaded, frozen=loaded.frozen - {*(requires_grad or ())})
-    own = loaded.outputs
+    model_outputs = loaded.outputs
     _add_outputs(loaded, additional or ())
     parameters = list(loaded.parameters)
     if loss_fn is None:
         if loss_inputs is not None:
             raise ValueError("loss_input_names needs a loss: give a loss, or leave loss_input_names out")
         return Prepared(loaded, describe_onnx(loaded, None, {}).to_dict(), sample_batch, parameters)
-    prediction = _prediction(own, loss_inputs)
+    prediction = _prediction(model_outputs, loss_inputs)
     _put_first(loaded.model.graph, prediction)
     name = loss_inputs[1] if loss_inputs is not None and len(loss_inputs) > 1 else None
-    if name in (*loaded.inputs, *own):
+    if name in (*loaded.inputs, *model_outputs):
         raise ValueError(
             f"loss_input_names gives the label the name {name!r}, which the model already uses for an input or output: "
             "choose another name"
@@ -88,24 +88,26 @@ def prepared(
             raise ValueError(f"sample_batch is not needed with {kind}: its label follows from the prediction, omit it")
         batch = _blank_batch(loaded, prediction, kind, name)
     else:
-        batch = _given_batch(loaded, sample_batch, name)
+        batch = _named_batch(loaded, sample_batch, name)
     return Prepared(loaded, describe_onnx(loaded, loss_fn, batch).to_dict(), batch, parameters, additional or ())
 
 
 def _add_outputs(loaded: OnnxModel, names: Sequence[str]) -> None:
+    """Makes inner values of the model outputs, after the model's own."""
     infer_shapes(loaded.model)
     graph = loaded.model.graph
-    made = {value.name: value for node in graph for value in node.outputs}
-    unknown = [name for name in names if name not in made]
+    computed = {value.name: value for node in graph for value in node.outputs}
+    unknown = [name for name in names if name not in computed]
     if unknown:
         raise ValueError(
             f"unknown additional_output_names {unknown}: no node of the model computes them; its outputs are "
             f"{list(loaded.outputs)}"
         )
-    graph.outputs.extend(made[name] for name in dict.fromkeys(names) if name not in loaded.outputs)
+    graph.outputs.extend(computed[name] for name in dict.fromkeys(names) if name not in loaded.outputs)
 
 
 def _prediction(outputs: Sequence[str], loss_inputs: Sequence[str] | None) -> str:
+    """Returns the name of the output that the loss takes."""
     if loss_inputs is None:
         if len(outputs) > 1:
             raise ValueError(
@@ -121,13 +123,14 @@ def _prediction(outputs: Sequence[str], loss_inputs: Sequence[str] | None) -> st
 
 
 def _put_first(graph: ir.Graph, name: str) -> None:
+    """Moves an output to the front: the trainer passes the first output to the loss."""
     ordered = sorted(graph.outputs, key=lambda value: value.name != name)
     graph.outputs.clear()
     graph.outputs.extend(ordered)
 
 
-def _given_batch(loaded: OnnxModel, sample_batch: Any, name: str | None) -> dict[str, Any]:
-    """Returns the batch for a loss function, whose label can be anything."""
+def _named_batch(loaded: OnnxModel, sample_batch: Any, name: str | None) -> dict[str, Any]:
+    """Returns the user's batch by name; only it determines the label of a loss function."""
     if isinstance(sample_batch, Mapping):
         return dict(sample_batch)
     names = [*loaded.inputs, name or "label"]
@@ -138,7 +141,7 @@ def _given_batch(loaded: OnnxModel, sample_batch: Any, name: str | None) -> dict
 
 
 def _blank_batch(loaded: OnnxModel, prediction: str, loss: str, name: str | None) -> dict[str, torch.Tensor]:
-    """Returns zeros for the inputs and the label, which has the prediction's shape, or class indices."""
+    """Returns zeros for the inputs and the label, which has the prediction's shape, or that of class indices."""
     graph = loaded.model.graph
     values = {str(value.name): value for value in (*graph.inputs, *graph.outputs)}
     shapes, sizes = known_shapes(loaded.model), dict[str, int]()
@@ -159,7 +162,10 @@ def _blank_batch(loaded: OnnxModel, prediction: str, loss: str, name: str | None
 
 
 def _zeros(value: ir.Value, described: Sequence[int | str | None], sizes: dict[str, int]) -> torch.Tensor:
-    """Returns zeros of a described shape, with a different size for each symbolic dimension."""
+    """Returns zeros of a described shape.
+
+    Each symbolic dimension has a different size, recorded in ``sizes``, so that the export can tell them apart.
+    """
     shape = []
     for axis, size in enumerate(described):
         symbol = size if isinstance(size, str) else f"{value.name}_{axis}"

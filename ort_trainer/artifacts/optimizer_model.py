@@ -1,4 +1,4 @@
-"""Makes the optimizer model of an export, which computes new weights from old ones, gradients and learning rates."""
+"""Writes the optimizer model of an export, which computes new weights from old ones, gradients and learning rates."""
 
 from __future__ import annotations
 
@@ -51,16 +51,19 @@ def optimizer_model(
         name: Name of the optimizer.
         parameters: The parameters with a gradient.
         rates: Number of learning rates.
-        window: Divisor already applied to the gradients of each micro-batch. If it is more than 1, the model takes the
-            number of micro-batches as an input, to compute the mean of an incomplete window correctly.
+        window: The number N by which the training model already divides each micro-batch's gradients. If it is more
+            than 1, the model takes the number n of micro-batches as an input, and multiplies by N / n: the mean of an
+            incomplete window.
 
     Returns:
-        The model, its description, and the state with which it continues.
+        The model, its description, and the optimizer's current state, for the checkpoint.
     """
     return _Builder(parameters, rates, window).build(name)
 
 
 class _Builder:
+    """Collects the inputs, outputs and state of the optimizer model while the updates are written."""
+
     def __init__(self, parameters: Mapping[str, Updated], rates: int, window: int) -> None:
         self._parameters, self._rates, self._window = parameters, rates, window
         self._names = Names([])
@@ -80,7 +83,7 @@ class _Builder:
             dtype = ir.tensor_adapters.from_torch_dtype(updated.weight.dtype)
             weights[parameter] = self._input(parameter, dtype, updated.weight.shape)
             gradients[parameter] = self._input(f"{parameter}_grad", dtype, updated.weight.shape)
-        taken = {parameter: str(value.name) for parameter, value in gradients.items()}
+        gradient_names = {parameter: str(value.name) for parameter, value in gradients.items()}
         number = self._input(_MICRO_BATCHES, ir.DataType.INT64, [1]) if self._window > 1 else None
         if number is not None:
             gradients = {name: writer.mean(value, number, self._window) for name, value in gradients.items()}
@@ -93,26 +96,26 @@ class _Builder:
                 slot: self._input(f"{parameter}.{slot}", weight.dtype, updated.weight.shape) for slot in updated.slots
             }
             count = self._count(parameter, updated)
-            new, kept = writer.update(updated.update, weight, gradients[parameter], slots, count, rates, norm)
+            new, new_slots = writer.update(updated.update, weight, gradients[parameter], slots, count, rates, norm)
             results[parameter] = self._output(new, weight)
             for slot, value in slots.items():
-                self._keep(f"{parameter}.{slot}", updated.slots[slot], value, self._output(kept[slot], value))
+                self._keep(f"{parameter}.{slot}", updated.slots[slot], value, self._output(new_slots[slot], value))
         model = ir.Model(
             ir.Graph(self._inputs, self._outputs, nodes=writer.nodes, name="optimizer", opset_imports=_OPSETS),
             ir_version=IR_VERSION,
             producer_name="ort_trainer",
         )
-        said = OptimizerModel(
+        description = OptimizerModel(
             export="",
             name=name,
             weights={parameter: (str(weights[parameter].name), results[parameter]) for parameter in results},
-            gradients=taken,
+            gradients=gradient_names,
             state=self._state,
             rates=self._rates,
             learning_rate=str(rates.name),
             micro_batches=None if number is None else str(number.name),
         )
-        return model, said, self._kept
+        return model, description, self._kept
 
     def _count(self, parameter: str, updated: Updated) -> ir.Value | None:
         """Returns the number of the next update."""
@@ -123,7 +126,7 @@ class _Builder:
         if key not in self._counts:
             count = self._input(key, ir.DataType.INT64, [1])
             following = self._writer.next(count)
-            # Derived from the new count, because the new count overwrites the old one in place.
+            # Computed from the new count, because the runtime writes that into the old count's memory.
             coming = self._writer.op("Sub", following, self._writer.constant(1))
             self._counts[key] = coming
             done = np.array([updated.count + 1], np.int64)

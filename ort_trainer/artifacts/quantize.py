@@ -1,4 +1,4 @@
-"""Stores frozen weights in 8 or 4 bits: a device keeps them small, and trains the rest."""
+"""Quantizes frozen weights to 8 or 4 bits, which take less memory on a device that trains the others."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["KINDS", "check_kind", "with_quantized"]
 
 KINDS = ("int8", "int4")
 _BLOCK = 32
-"""Number of elements of a row that share a scale in 4 bits."""
+"""Number of consecutive elements of a row that share a scale in 4 bits."""
 
 
 def check_kind(kind: object) -> None:
@@ -37,15 +37,15 @@ def check_kind(kind: object) -> None:
 def with_quantized(
     models: Mapping[str, Described], checkpoint: State, kind: str, buffers: Collection[str]
 ) -> tuple[dict[str, Described], State]:
-    """Returns models that take frozen weights in few bits, and the checkpoint with them.
+    """Returns models that take quantized frozen weights, and the checkpoint with these weights.
 
-    Float32 weights of two or more dimensions that are not trained are rounded to steps of their own size: 255 steps for
-    each row in 8 bits, 15 for each block of 32 elements of a row in 4 bits. In the checkpoint, ``<name>.int8`` or
-    ``<name>.int4``, and ``<name>.scale`` take their place. A weight that is multiplied with itself, or is an output,
-    stays as it is.
+    Frozen float32 weights of two or more dimensions are quantized symmetrically: in 8 bits with a scale for each row,
+    in 4 bits with a scale for each block of 32 elements of a row. In the checkpoint, ``<name>.int8`` or
+    ``<name>.int4``, and ``<name>.scale`` replace a weight. A weight that is multiplied by itself, or is an output, is
+    not quantized.
 
     Args:
-        models: Name of a file -> model and its description; the graphs of steps are changed.
+        models: Name of a file -> model and its description; the graphs of steps are changed in place.
         checkpoint: The state, which is not changed.
         kind: One of :data:`KINDS`.
         buffers: Names of the parameters that are buffers of the model.
@@ -53,19 +53,23 @@ def with_quantized(
     Raises:
         ValueError: If no weight is frozen.
     """
-    kept = {*checkpoint.trainable, *buffers}
+    unquantized = {*checkpoint.trainable, *buffers}
     frozen = {
         name: value
         for name, value in checkpoint.parameters.items()
-        if name not in kept and value.ndim > 1 and value.dtype == np.float32 and value.size and np.isfinite(value).all()
+        if name not in unquantized
+        and value.ndim > 1
+        and value.dtype == np.float32
+        and value.size
+        and np.isfinite(value).all()
     }
-    for model, said in models.values():
-        if isinstance(said, Step):
+    for model, description in models.values():
+        if isinstance(description, Step):
             values = {str(value.name): value for value in model.graph.inputs}
             frozen = {
                 name: value
                 for name, value in frozen.items()
-                if name not in said.state or _can_be_rewritten(model.graph, values[said.state[name]])
+                if name not in description.state or _can_be_rewritten(model.graph, values[description.state[name]])
             }
     if not frozen:
         raise ValueError(
@@ -73,32 +77,32 @@ def with_quantized(
             "weights with utils.frozen_weights or requires_grad_(False), or leave quantize_frozen out"
         )
     quantized = {name: (_int8 if kind == "int8" else _int4)(value) for name, value in frozen.items()}
-    made = dict(models)
-    for file, (model, said) in models.items():
-        if isinstance(said, Step):
-            made[file] = model, _rewritten(model, said, frozen, quantized, kind)
-    left = {name: value for name, value in checkpoint.parameters.items() if name not in frozen}
+    new_models = dict(models)
+    for file, (model, description) in models.items():
+        if isinstance(description, Step):
+            new_models[file] = model, _rewritten(model, description, frozen, quantized, kind)
+    remaining = {name: value for name, value in checkpoint.parameters.items() if name not in frozen}
     stored = {
         key: value
         for name, pair in quantized.items()
         for key, value in zip((f"{name}.{kind}", f"{name}.scale"), pair, strict=True)
     }
-    # A trainer can't take the whole state back, but has the weights themselves.
-    state = replace(checkpoint, parameters=left, buffers={**checkpoint.buffers, **stored}, trainer_options=None)
-    return made, replace(state, transient={}, idle={}, window=None)
+    # A trainer can't load this state again, so what only a trainer reads is left out.
+    state = replace(checkpoint, parameters=remaining, buffers={**checkpoint.buffers, **stored}, trainer_options=None)
+    return new_models, replace(state, transient={}, idle={}, window=None)
 
 
 def _int8(value: Array) -> tuple[Array, Array]:
-    """Returns whole numbers of -127 to 127, and the scale of each row."""
+    """Returns integers from -127 to 127, and the scale of each row, max(abs(row)) / 127."""
     rows = value.reshape(len(value), -1)
     scale = _scale(np.abs(rows).max(1), 127)
     return np.rint(rows / scale[:, None]).astype(np.int8).reshape(value.shape), scale
 
 
 def _int4(value: Array) -> tuple[Array, Array]:
-    """Returns whole numbers of -7 to 7 plus 8, two in a byte, the first in the lower half, and the scale of each block.
+    """Returns integers from -7 to 7 plus 8, two in a byte (the first in the low half), and the scale of each block.
 
-    They have the shapes [rows, blocks, 16] and [rows, blocks].
+    The shapes are (rows, blocks, 16) and (rows, blocks).
     """
     rows = value.reshape(len(value), -1)
     padded = np.pad(rows, ((0, 0), (0, -rows.shape[1] % _BLOCK)))
@@ -109,24 +113,29 @@ def _int4(value: Array) -> tuple[Array, Array]:
 
 
 def _scale(largest: Array, steps: int) -> Array:
-    found = np.where(largest > 0, largest / steps, 1).astype(np.float32)
-    # A tiny weight would have a scale of 0.
-    return np.maximum(found, np.finfo(np.float32).tiny)
+    """Returns the scale that maps the largest magnitude to a number of steps; 1 for zeros."""
+    scale = np.where(largest > 0, largest / steps, 1).astype(np.float32)
+    # The scale of tiny weights would underflow to 0, by which they are divided.
+    return np.maximum(scale, np.finfo(np.float32).tiny)
 
 
 def _rewritten(
-    model: ir.Model, said: Step, frozen: Mapping[str, Array], quantized: Mapping[str, tuple[Array, Array]], kind: str
+    model: ir.Model,
+    description: Step,
+    frozen: Mapping[str, Array],
+    quantized: Mapping[str, tuple[Array, Array]],
+    kind: str,
 ) -> Step:
-    """Changes the graph of a step, and returns its description.
+    """Changes the graph of a step, in place, and returns its new description.
 
-    Every use computes the weight again, and not before the other operand is there: a zero that is computed from that is
-    added. Otherwise ONNX Runtime would compute equal things once and keep them from the forward pass to the backward
-    pass, or compute the weights of all layers first.
+    Each use dequantizes the weight again, just before it is needed: a zero computed from the node's other operand is
+    added to make the result depend on it. Otherwise ONNX Runtime would merge equal computations and keep the float32
+    weight from the forward pass to the backward pass, or dequantize the weights of all layers first.
     """
     graph = model.graph
     values = ir.convenience.create_value_mapping(graph)
     names = Names(values)
-    state = dict(said.state)
+    state = dict(description.state)
     for name, value in frozen.items():
         if name not in state:
             continue
@@ -139,13 +148,13 @@ def _rewritten(
         for node, index, views in [*_uses(weight)]:
             emit = Emitter(model.opset_imports, names, f"{weight.name}.dequantized")
             if _takes_rows(node, index) and not views:
-                some = [emit("Gather", part, node.inputs[1]) for part in (numbers, scale)]
-                found = _dequantized(emit, some[0], some[1], value.shape, kind, None)
+                rows = [emit("Gather", part, node.inputs[1]) for part in (numbers, scale)]
+                float32_rows = _dequantized(emit, rows[0], rows[1], value.shape, kind, None)
                 old = node.outputs[0]
-                found.type, found.shape = old.type, old.shape
-                ir.convenience.replace_nodes_and_values(graph, node, [node], emit.nodes, [old], [found])
+                float32_rows.type, float32_rows.shape = old.type, old.shape
+                ir.convenience.replace_nodes_and_values(graph, node, [node], emit.nodes, [old], [float32_rows])
                 continue
-            others = [given for place, given in enumerate(node.inputs) if place != index and given is not None]
+            others = [operand for place, operand in enumerate(node.inputs) if place != index and operand is not None]
             float32 = _dequantized(emit, numbers, scale, value.shape, kind, _zero(emit, others))
             for view in views:
                 attributes: dict[str, Any] = dict(view.attributes)
@@ -155,11 +164,11 @@ def _rewritten(
         graph.inputs[place : place + 1] = [numbers, scale]
         state |= {f"{name}.{kind}": str(numbers.name), f"{name}.scale": str(scale.name)}
     common_passes.RemoveUnusedNodesPass()(model)
-    return replace(said, state=state)
+    return replace(description, state=state)
 
 
 def _can_be_rewritten(graph: ir.Graph, weight: ir.Value) -> bool:
-    """Returns whether each use of a weight can compute it: none is an output, in a branch, or a use of it twice."""
+    """Returns whether each use can dequantize the weight: none is a graph output, in a branch, or uses it twice."""
     derived = {weight, *(view.outputs[0] for _, _, views in _uses(weight) for view in views)}
     leaves = {value for value in derived if value in graph.outputs}
     nodes = {node for value in derived for node, _ in value.uses()}
@@ -168,14 +177,14 @@ def _can_be_rewritten(graph: ir.Graph, weight: ir.Value) -> bool:
 
 
 def _takes_rows(node: ir.Node, index: int) -> bool:
-    """Returns whether a node takes rows of a weight, which alone need to be computed."""
+    """Returns whether a node gathers rows of a weight, so that only these rows need to be dequantized."""
     return node.op_type == "Gather" and index == 0 and node.attributes.get_int("axis", 0) == 0
 
 
 def _uses(value: ir.Value, views: tuple[ir.Node, ...] = ()) -> Iterator[tuple[ir.Node, int, tuple[ir.Node, ...]]]:
-    """Yields what uses a value, with the number of the input and the nodes in between that only turn the value round.
+    """Yields the nodes that use a value, with the index of the input, and the views (transposes, ...) in between.
 
-    Such a node would otherwise keep the value from the forward pass to the backward pass.
+    Views are written again for each use: their shared result would stay in memory until the backward pass.
     """
     for node, index in value.uses():
         if node.op_type in ("Identity", "Transpose", "Reshape", "Unsqueeze") and index == 0:
@@ -187,38 +196,43 @@ def _uses(value: ir.Value, views: tuple[ir.Node, ...] = ()) -> Iterator[tuple[ir
 def _dequantized(
     emit: Emitter, numbers: ir.Value, scale: ir.Value, shape: tuple[int, ...], kind: str, zero: ir.Value | None
 ) -> ir.Value:
-    """Returns the weight of a shape, or some rows of it, whose sizes then take the place of the first.
+    """Returns the float32 weight of a shape, or some rows of it: then their sizes replace the first dimension.
 
     It is not written as DequantizeLinear, which ONNX Runtime would move around and pair with QuantizeLinear.
     """
 
     def whole(value: int, dtype: ir.DataType) -> ir.Value:
-        """Returns a number, with the zero added."""
+        """Returns a number to which the zero is added, so that it depends on the other operand."""
         if zero is None:
             return emit.constant(value, dtype.numpy())
         return emit("Cast", emit("Add", emit.constant(value, np.float32), zero), to=dtype)
 
     last = emit.constant([-1])
     if kind == "int8":
-        taken = numbers if zero is None else emit("BitwiseAnd", numbers, whole(-1, ir.DataType.INT8))
+        int8 = numbers if zero is None else emit("BitwiseAnd", numbers, whole(-1, ir.DataType.INT8))
         axes = emit.constant([*range(1 - len(shape), 0)])
-        return emit("Mul", emit("Cast", taken, to=ir.DataType.FLOAT), emit("Unsqueeze", scale, axes))
+        return emit("Mul", emit("Cast", int8, to=ir.DataType.FLOAT), emit("Unsqueeze", scale, axes))
     low = emit("BitwiseAnd", numbers, whole(15, ir.DataType.UINT8))
     high = emit("BitShift", numbers, whole(4, ir.DataType.UINT8), direction="RIGHT")
     pairs = emit("Concat", *(emit("Unsqueeze", half, last) for half in (low, high)), axis=-1)
     rows = emit("Slice", emit("Shape", numbers), emit.constant([0]), emit.constant([-2]))
     blocks = emit("Reshape", pairs, emit("Concat", rows, emit.constant([-1, _BLOCK]), axis=0))
     centred = emit("Sub", emit("Cast", blocks, to=ir.DataType.FLOAT), emit.constant(8, np.float32))
-    found = emit("Mul", centred, emit("Unsqueeze", scale, last))
-    found = emit("Reshape", found, emit("Concat", rows, last, axis=0))
+    weight = emit("Mul", centred, emit("Unsqueeze", scale, last))
+    weight = emit("Reshape", weight, emit("Concat", rows, last, axis=0))
     columns = math.prod(shape[1:])
     if columns % _BLOCK:
-        found = emit("Slice", found, emit.constant([0]), emit.constant([columns]), last)
-    return found if len(shape) == 2 else emit("Reshape", found, emit("Concat", rows, emit.constant(shape[1:]), axis=0))
+        weight = emit("Slice", weight, emit.constant([0]), emit.constant([columns]), last)
+    return (
+        weight if len(shape) == 2 else emit("Reshape", weight, emit("Concat", rows, emit.constant(shape[1:]), axis=0))
+    )
 
 
 def _zero(emit: Emitter, operands: Sequence[ir.Value]) -> ir.Value | None:
-    """Returns 0.0, computed from the first float32 operand; None if there is none."""
+    """Returns 0.0, computed from the first float32 operand; None if there is none.
+
+    It is (isnan(x) and not isnan(x)): unlike x - x or x * 0, it is 0 for NaN and infinity too.
+    """
     for operand in operands:
         if operand.dtype == ir.DataType.FLOAT:
             first = emit("Gather", emit("Reshape", operand, emit.constant([-1])), emit.constant(0))

@@ -36,8 +36,8 @@ def check_name(name: object) -> str:
 def operators_of(models: Iterable[Path]) -> str:
     """Returns the list in the format that ONNX Runtime's ``--include_ops_by_config`` takes.
 
-    Besides the operators of the models it has those that ONNX Runtime puts in their place when it loads a model, up to
-    its extended optimizations; a build without them would refuse the model that it has fused itself.
+    It has the operators of the models, and those that ONNX Runtime's extended optimizations fuse them into when it
+    loads a model: a build without the fused operators would refuse the model that it has optimized itself.
 
     Args:
         models: The files.
@@ -55,7 +55,7 @@ def operators_of(models: Iterable[Path]) -> str:
 
 
 def _optimized(path: Path) -> onnx.ModelProto:
-    """Returns a model as ONNX Runtime runs it, but for what depends on the processor."""
+    """Returns a model as ONNX Runtime runs it, without optimizations that depend on the processor."""
     options = own_options()
     options.graph_optimization_level = engine().GraphOptimizationLevel.ORT_ENABLE_EXTENDED
     with temporary_folder() as folder:
@@ -65,6 +65,7 @@ def _optimized(path: Path) -> onnx.ModelProto:
 
 
 def _nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
+    """Yields the nodes of a graph, including those of graphs in attributes."""
     for node in graph.node:
         yield node
         for attribute in node.attribute:

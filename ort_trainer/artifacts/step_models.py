@@ -1,4 +1,4 @@
-"""Makes the training and evaluation models of an export from the graphs of a trainer."""
+"""Converts the graphs of a trainer to the training and evaluation models of an export."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from ..step.emitter import Names
 
 __all__ = ["check_portable", "evaluation_model", "training_model"]
 
+# The newest opset that the oldest supported engine reads.
 _MAXIMUM_OPSET = 21
 Values = Mapping[Any, ir.Value]
 _STANDARD = ("", "ai.onnx")
@@ -31,7 +32,7 @@ def training_model(graph: Step, factor: float) -> tuple[ir.Model, Step]:
         factor: Factor for the loss before the backward pass.
 
     Raises:
-        ValueError: If it has operators that some supported ONNX Runtime lacks.
+        ValueError: If it has operators that some supported version of ONNX Runtime lacks.
     """
     model = _portable(graph)
     inputs = {value.name: value for value in model.graph.inputs}
@@ -52,35 +53,35 @@ def training_model(graph: Step, factor: float) -> tuple[ir.Model, Step]:
     model.graph.extend(accumulate(reset, gradients, buffers, results, names))
     model.graph.inputs.extend([*buffers.values(), reset])
     _batch_first(graph, model)
-    kept = [outputs[spec.name] for spec in graph.outputs]
+    step_outputs = [outputs[spec.name] for spec in graph.outputs]
     updates = [outputs[output] for output in graph.buffer_updates.values()]
     for name, value in zip(graph.buffer_updates, updates, strict=True):
         value.shape = inputs[graph.state[name]].shape if name in graph.state else value.shape
     model.graph.outputs.clear()
-    model.graph.outputs.extend([*kept, *results.values(), *updates])
+    model.graph.outputs.extend([*step_outputs, *results.values(), *updates])
     common_passes.RemoveUnusedNodesPass()(model)
-    said = replace(
+    description = replace(
         _described(graph, inputs, outputs),
         gradients={name: str(value.name) for name, value in results.items()},
         sums={name: str(value.name) for name, value in buffers.items()},
         reset=str(reset.name),
     )
-    return model, said
+    return model, description
 
 
 def evaluation_model(graph: Step) -> tuple[ir.Model, Step]:
     """Returns a copy of an evaluation graph, and its description.
 
     Raises:
-        ValueError: If it has operators that some supported ONNX Runtime lacks.
+        ValueError: If it has operators that some supported version of ONNX Runtime lacks.
     """
     model = _portable(graph)
     inputs = {value.name: value for value in model.graph.inputs}
     outputs = {value.name: value for value in model.graph.outputs}
-    kept = [outputs[spec.name] for spec in graph.outputs]
+    step_outputs = [outputs[spec.name] for spec in graph.outputs]
     _batch_first(graph, model)
     model.graph.outputs.clear()
-    model.graph.outputs.extend(kept)
+    model.graph.outputs.extend(step_outputs)
     common_passes.RemoveUnusedNodesPass()(model)
     return model, _described(graph, inputs, outputs)
 
@@ -94,7 +95,7 @@ def _batch_first(graph: Step, model: ir.Model) -> None:
 
 
 def _described(graph: Step, inputs: Values, outputs: Values) -> Step:
-    """Returns what both models say, with the element types that the graph has: float32 for a bfloat16 tensor."""
+    """Returns the description of a model, with the element types of its graph: float32 for a bfloat16 tensor."""
     return replace(
         graph,
         inputs=tuple(spec._replace(dtype=_dtype(inputs[spec.name], spec.dtype)) for spec in graph.inputs),
@@ -108,8 +109,8 @@ def _described(graph: Step, inputs: Values, outputs: Values) -> Step:
 
 def _index_ranges(graph: Step) -> tuple[IndexRange, ...]:
     """Returns the ranges to check in a step, without the source lines, which belong to the user's files."""
-    kept = {spec.name for spec in graph.outputs}
-    needed = (entry for entry in graph.index_ranges if graph.training or not kept.isdisjoint(entry.outputs))
+    output_names = {spec.name for spec in graph.outputs}
+    needed = (entry for entry in graph.index_ranges if graph.training or not output_names.isdisjoint(entry.outputs))
     return tuple(dict.fromkeys(entry._replace(source="", outputs=()) for entry in needed))
 
 
@@ -125,17 +126,17 @@ def _portable(graph: Step) -> ir.Model:
 
 
 def check_portable(graph: Step) -> None:
-    """Checks that every supported ONNX Runtime can run a graph.
+    """Checks that every supported version of ONNX Runtime can run a graph.
 
     Raises:
-        ValueError: If it has operators, or an opset, that some supported ONNX Runtime lacks.
+        ValueError: If it has operators, or an opset, that some supported version of ONNX Runtime lacks.
     """
     model = graph.model
     kind = "training" if graph.training else "evaluation"
-    found = {f"{node.domain}::{node.op_type}" for node in model.graph.all_nodes() if node.domain not in _STANDARD}
-    if found:
+    custom = {f"{node.domain}::{node.op_type}" for node in model.graph.all_nodes() if node.domain not in _STANDARD}
+    if custom:
         raise ValueError(
-            f"the {kind} graph has the operators {sorted(found)}, which are not standard ONNX, so some ONNX Runtimes "
+            f"the {kind} graph has the operators {sorted(custom)}, which are not standard ONNX, so some ONNX Runtimes "
             "could not run the artifacts: remove them from the model or from _internal_use.extra_postprocess"
         )
     opset = model.opset_imports[""]

@@ -16,9 +16,9 @@ from ..state.state import Array, State, widened
 from ..train.loop import TrainingLoop
 from .optimizer_model import Updated
 
-__all__ = ["found_updates", "optimizer_name"]
+__all__ = ["optimizer_name", "parameter_updates"]
 
-# PyTorch's names of the state tensors.
+# Our names of the state tensors -> PyTorch's.
 _TORCH_NAMES = {"Moment_1": "exp_avg", "Moment_2": "exp_avg_sq", "Momentum": "momentum_buffer"}
 
 
@@ -42,8 +42,8 @@ def _translated(config: TorchOptimizerConfig) -> tuple[Rule, Callable[[Mapping[s
         ) from None
 
 
-def found_updates(loop: TrainingLoop, state: State, names: Iterable[str]) -> dict[str, Updated]:
-    """Returns the updates of some parameters.
+def parameter_updates(loop: TrainingLoop, state: State, names: Iterable[str]) -> dict[str, Updated]:
+    """Returns how the trainer updates each parameter: its rule, settings, weight and optimizer state.
 
     Args:
         loop: The training loop, prepared.
@@ -57,23 +57,23 @@ def found_updates(loop: TrainingLoop, state: State, names: Iterable[str]) -> dic
     assert executor is not None
     optimizer = loop.optimizer
     max_value = loop.options.utils.max_grad_value or math.inf
-    wanted, found, kept = set(names), {}, state.by_parameter()
+    trained_names, updates, state_by_parameter = set(names), {}, state.by_parameter()
     rule, translate = _translated(config) if isinstance(config, TorchOptimizerConfig) else (optimizer.rule, None)
-    for index, hyper, limit, own in optimizer.groups:
+    for index, hyper, limit, group_parameters in optimizer.groups:
         if translate is not None:
             hyper = translate(hyper)
         elif config.is_live:
             hyper = config.hyper_parameters(index)
         update = ParameterUpdate(rule, index, hyper, limit, max_value)
-        for name in wanted.intersection(own):
+        for name in trained_names.intersection(group_parameters):
             weight = executor.parameters[name]
             if isinstance(config, TorchOptimizerConfig):
                 slots, count = _torch_state(config, name, update, weight)
             else:
-                slots = {slot: widened(kept[name][slot]) for slot in update.slots}
+                slots = {slot: widened(state_by_parameter[name][slot]) for slot in update.slots}
                 count = int(optimizer.counts.get(name, 0))
-            found[name] = Updated(update, weight, slots, count if update.counts else None)
-    return {name: found[name] for name in names if name in found}
+            updates[name] = Updated(update, weight, slots, count if update.counts else None)
+    return {name: updates[name] for name in names if name in updates}
 
 
 def _torch_state(
@@ -83,7 +83,7 @@ def _torch_state(
     state: Mapping[str, Any] = config.optimizer.state.get(config.parameters[name], {})
     slots = {}
     for slot in update.slots:
-        kept = state.get(_TORCH_NAMES[slot])
-        slots[slot] = (torch.zeros_like(weight) if kept is None else kept).numpy(force=True)
+        tensor = state.get(_TORCH_NAMES[slot])
+        slots[slot] = (torch.zeros_like(weight) if tensor is None else tensor).numpy(force=True)
     # SGD keeps no count, but has a momentum buffer after its first update.
     return slots, int(state.get("step", state.get("momentum_buffer") is not None))

@@ -39,7 +39,7 @@ DTYPES = {number: np.dtype(name) for number, name in ELEMENT_TYPES.items()}
 
 UNLOADABLE = np.dtype(np.float16)
 """The runtime can't load a file with a tensor of this type."""
-# NumPy's limit.
+# NumPy's limit on dimensions.
 _MOST_DIMENSIONS = 64
 # A builder may write a name once and share it between a parameter and its moments.
 _TEXT_SHARING = 4
@@ -116,10 +116,12 @@ def read_upstream_checkpoint(source: str | os.PathLike[str] | bytes) -> Upstream
 
 
 class _Reader:
+    """Reads one file, and counts the bytes of its tensors and strings, which must not exceed the file's."""
+
     def __init__(self, data: bytes, name: str, path: Path | None) -> None:
         self._name, self._path = name, path
         self._root = Table.root(memoryview(data), name)
-        # Tensors of a valid file never share bytes; a hostile file could use that to exhaust memory.
+        # Tensors of a valid file never share bytes. A hostile file could let many share them, to exhaust memory.
         self._left = len(data)
         self._text_left = _TEXT_SHARING * len(data)
         self._external: Path | None = None
@@ -131,26 +133,26 @@ class _Reader:
                 f"{self._name} is a checkpoint of onnxruntime-training in version {version} of the format; supported "
                 f"is version {VERSION}, of onnxruntime-training 1.17 to 1.19"
             )
-        found = UpstreamCheckpoint()
+        checkpoint = UpstreamCheckpoint()
         module = self._root.table(1)
         if module is not None:
-            found.nominal = module.boolean(2)
+            checkpoint.nominal = module.boolean(2)
             if module.boolean(3):
                 self._find_external()
             for number, requires_grad in ((0, True), (1, False)):
-                for name, array in self._tensors(module.tables(number), found.nominal):
-                    self._put(found.parameters, name, UpstreamParameter(array, requires_grad))
+                for name, array in self._tensors(module.tables(number), checkpoint.nominal):
+                    self._put(checkpoint.parameters, name, UpstreamParameter(array, requires_grad))
         for table in self._root.tables(2):
-            self._put(found.groups, self._text(table, 0), self._group(table))
+            self._put(checkpoint.groups, self._text(table, 0), self._group(table))
         bag = self._root.table(3)
         if bag is not None:
             for table in bag.tables(0):
-                self._put(found.properties, self._text(table, 0), table.integer(1))
+                self._put(checkpoint.properties, self._text(table, 0), table.integer(1))
             for table in bag.tables(1):
-                self._put(found.properties, self._text(table, 0), table.float(1))
+                self._put(checkpoint.properties, self._text(table, 0), table.float(1))
             for table in bag.tables(2):
-                self._put(found.properties, self._text(table, 0), self._text(table, 1))
-        return found
+                self._put(checkpoint.properties, self._text(table, 0), self._text(table, 1))
+        return checkpoint
 
     def _group(self, table: Table) -> OptimizerGroup:
         group = OptimizerGroup(table.integer(1), table.float(2))
@@ -227,6 +229,7 @@ class _Reader:
         return text
 
     def _put(self, entries: dict[str, Any], name: str, value: Any) -> None:
+        """Adds an entry, after a check that the name is new."""
         if name in entries:
             raise CheckpointError(f"{self._name} is damaged: it has {name!r} twice")
         entries[name] = value

@@ -1,6 +1,6 @@
 """Reads the tables of a flatbuffer and checks every offset.
 
-The package ``flatbuffers`` trusts them: of a damaged file it returns other bytes, or fewer than the file says.
+The package ``flatbuffers`` trusts offsets: from a damaged file it reads wrong bytes, or fewer than the file declares.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ class Table:
 
     def text(self, field: int) -> str | None:
         """Returns a string; None if it is missing."""
-        found = self._vector(field, 1)
-        if found is None:
+        content = self._vector(field, 1)
+        if content is None:
             return None
         try:
-            return bytes(found).decode()
+            return bytes(content).decode()
         except UnicodeDecodeError:
             raise self._damaged("a string in it is not valid UTF-8") from None
 
@@ -64,11 +64,14 @@ class Table:
         return self._vector(field, 1)
 
     def integers(self, field: int, most: int) -> tuple[int, ...]:
-        """Returns a vector of ints of 64 bits; tables may share it, so a long one could be read any number of times."""
-        found = self._vector(field, 8)
-        if found is not None and len(found) > 8 * most:
-            raise self._damaged(f"a vector in it has {len(found) // 8} numbers, and at most {most} are possible")
-        return () if found is None else struct.unpack(f"<{len(found) // 8}q", found)
+        """Returns a vector of at most ``most`` ints of 64 bits.
+
+        Many tables may share one vector, so a small damaged file could make a long one be read many times.
+        """
+        content = self._vector(field, 8)
+        if content is not None and len(content) > 8 * most:
+            raise self._damaged(f"a vector in it has {len(content) // 8} numbers, and at most {most} are possible")
+        return () if content is None else struct.unpack(f"<{len(content) // 8}q", content)
 
     def table(self, field: int) -> Table | None:
         """Returns the table that a field points to; None if it is missing."""
@@ -77,17 +80,18 @@ class Table:
 
     def tables(self, field: int) -> list[Table]:
         """Returns a vector of tables."""
-        found = self._vector(field, 4)
-        if found is None:
+        offsets = self._vector(field, 4)
+        if offsets is None:
             return []
         start = self._target(self._required(field)) + 4
-        return [self._table_at(start + offset) for offset in range(0, len(found), 4)]
+        return [self._table_at(start + offset) for offset in range(0, len(offsets), 4)]
 
     def _table_at(self, place: int) -> Table:
         return Table(self._data, self._target(place), self._name)
 
     def _place(self, field: int) -> int | None:
         """Returns the position of a field; None if it is missing."""
+        # The vtable begins with its own length and the table's, both uint16; then each field has a uint16 offset.
         entry = 4 + 2 * field
         if entry + 2 > self._length:
             return None
@@ -100,6 +104,7 @@ class Table:
         return place
 
     def _vector(self, field: int, size: int) -> memoryview | None:
+        """Returns a view of a vector whose elements have ``size`` bytes; None if it is missing."""
         place = self._place(field)
         if place is None:
             return None
@@ -107,12 +112,14 @@ class Table:
         return self._part(start + 4, size * self._number("<I", start))
 
     def _target(self, place: int) -> int:
+        """Returns the position to which an offset points: flatbuffers count from the offset itself."""
         return place + self._number("<I", place)
 
     def _number(self, format: str, place: int) -> int:
         return int(struct.unpack_from(format, self._part(place, struct.calcsize(format)))[0])
 
     def _part(self, start: int, size: int) -> memoryview:
+        """Returns a part of the buffer, after a check that it lies inside."""
         if start < 0 or start + size > len(self._data):
             raise self._damaged(f"it has {len(self._data)} bytes, but points to byte {start + size}")
         return self._data[start : start + size]

@@ -1,8 +1,8 @@
-"""Reads the models of onnxruntime-training's artifacts: as steps and updates of standard ONNX operators.
+"""Converts the models of onnxruntime-training's artifacts to steps and updates of standard ONNX operators.
 
-Upstream's models change the tensors bound to them: gradients are added to buffers in place, an optimizer is one
-operator on sequences of tensors. Here all state enters as inputs and leaves as outputs, as the contract of
-:mod:`ort_trainer.step` says.
+Upstream's models change bound tensors in place: a training model adds gradients to buffers, and an optimizer model is
+one operator on sequences of tensors. Here all state enters as inputs and leaves as outputs, by the contract of
+:mod:`ort_trainer.step`.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from ..step.emitter import Emitter, Names, infer_node
 from . import recurrent  # noqa: F401 - its operators join the table
 from .operators import OPERATORS, RENAMED, Nodes, Tensor
 
-__all__ = ["Parameter", "damage_told", "optimizer_model", "step_model", "to_bytes"]
+__all__ = ["Parameter", "corruption_reported", "optimizer_model", "step_model", "to_bytes"]
 
 _MICROSOFT = "com.microsoft"
 _OPSET = 18
-# Upstream has these operators in ONNX's domain.
+# Upstream writes these operators of its own domain into ONNX's domain.
 _MISPLACED = ("AveragePoolGrad", "MaxPoolGrad", "LayerNormalization", "SimplifiedLayerNormalization")
 _ACCUMULATOR = "InPlaceAccumulatorV2"
 _EPSILON = 1e-6
-"""Upstream adds it to the norm of the gradients before it divides by it."""
+"""Upstream clips gradients by the factor max_norm / (norm + epsilon)."""
 
 
 class Parameter(Protocol):
@@ -57,13 +57,13 @@ class _Tensor(NamedTuple):
     shape: tuple[int, ...]
 
 
-# What a graph that is not as upstream writes it leads to: too few inputs, missing values, axes beyond the shape.
+# What a damaged graph raises in the code below: too few inputs, missing values, axes beyond the shape.
 _OF_DAMAGE = (AssertionError, AttributeError, IndexError, KeyError)
 
 
 @contextlib.contextmanager
-def damage_told(name: str) -> Iterator[None]:
-    """Turns the errors of the libraries that read damaged models into a ValueError.
+def corruption_reported(name: str) -> Iterator[None]:
+    """Turns the errors that a damaged model causes in libraries and in this file into a ValueError.
 
     Args:
         name: Name of the model in error messages.
@@ -75,23 +75,23 @@ def damage_told(name: str) -> Iterator[None]:
         raise ValueError(f"{name} is damaged: {type(reason).__name__}: {shown(str(reason))}") from error
 
 
-def to_bytes(model: ir.Model, said: Step | OptimizerModel) -> bytes:
-    """Returns the file of a model that describes itself."""
-    model.metadata_props[METADATA] = to_metadata(said)
+def to_bytes(model: ir.Model, description: Step | OptimizerModel) -> bytes:
+    """Returns a model as a file, with its description in the metadata."""
+    model.metadata_props[METADATA] = to_metadata(description)
     return bytes(ir.to_proto(model).SerializeToString())
 
 
 def step_model(data: bytes, name: str, kind: str, parameters: Collection[str]) -> tuple[ir.Model, Step]:
-    """Returns upstream's training or evaluation model as a step: the graph, and what it says of itself.
+    """Converts upstream's training or evaluation model to a step: the graph and its description.
 
     Args:
         data: The model.
         name: Its name in error messages.
         kind: ``training`` or ``evaluation``.
-        parameters: Names in the checkpoint, by which the model's inputs are told apart.
+        parameters: Names in the checkpoint. Inputs of the model with these names are state, the others are the batch.
 
     Raises:
-        ValueError: If it is not such a model, or has operators that are not supported.
+        ValueError: If it is not such a model, or has unsupported operators.
     """
     model = _converted(_parsed(data, name), name)
     graph = model.graph
@@ -102,7 +102,7 @@ def step_model(data: bytes, name: str, kind: str, parameters: Collection[str]) -
     updates = _statistics(graph, parameters)
     if kind == "training":
         if not accumulators:
-            raise ValueError(f"{name} adds to no gradients: give onnxruntime-training's training model")
+            raise ValueError(f"{name} accumulates no gradients: pass the training model of onnxruntime-training")
     elif accumulators:
         raise ValueError(f"expected the {kind} model, but {name} is the training model of onnxruntime-training")
     else:
@@ -121,7 +121,7 @@ def step_model(data: bytes, name: str, kind: str, parameters: Collection[str]) -
     internal = {*state, *(str(value.name) for value in buffers.values()), reset}
     specs = tuple(_spec(value, name) for key, value in inputs.items() if key not in internal)
     sizes = {size for spec in specs for size in spec.shape or ()}
-    said = Step(
+    step = Step(
         kind=kind,
         export=UPSTREAM,
         inputs=specs,
@@ -134,10 +134,11 @@ def step_model(data: bytes, name: str, kind: str, parameters: Collection[str]) -
         reset=reset,
         index_ranges=ranges,
     )
-    return _finished(model), said
+    return _finished(model), step
 
 
 def _parsed(data: bytes, name: str) -> onnx.ModelProto:
+    """Returns the model in the bytes of a file."""
     try:
         proto: onnx.ModelProto = onnx.ModelProto.FromString(data)
     except google.protobuf.message.DecodeError as error:
@@ -148,8 +149,12 @@ def _parsed(data: bytes, name: str) -> onnx.ModelProto:
 
 
 def _converted(proto: onnx.ModelProto, name: str) -> ir.Model:
-    """Returns the model in the opset in which the operators here are written, with the types that upstream knew."""
-    known = {value.name: value.type for value in proto.graph.value_info}
+    """Returns the model in the opset in which ``operators.py`` is written, with the types that upstream declared.
+
+    Operators that upstream writes into ONNX's domain are moved out of it before ONNX's converter sees them. Declared
+    types are restored afterwards, where the converted model has none.
+    """
+    declared_types = {value.name: value.type for value in proto.graph.value_info}
     opset = next((entry.version for entry in proto.opset_import if entry.domain in ("", "ai.onnx")), 0)
     for node in proto.graph.node:
         if node.op_type in _MISPLACED and (opset < _OPSET or node.op_type != "LayerNormalization"):
@@ -164,64 +169,67 @@ def _converted(proto: onnx.ModelProto, name: str) -> ir.Model:
             node.domain = ""
     model = _contained(proto, name)
     for value in ir.convenience.create_value_mapping(model.graph).values():
-        if value.name in known and value.type is None:
-            value.type = ir.serde.deserialize_type_proto_for_type(known[value.name])
-            value.shape = ir.serde.deserialize_type_proto_for_shape(known[value.name])
+        if value.name in declared_types and value.type is None:
+            value.type = ir.serde.deserialize_type_proto_for_type(declared_types[value.name])
+            value.shape = ir.serde.deserialize_type_proto_for_shape(declared_types[value.name])
     return model
 
 
 def _contained(proto: onnx.ModelProto, name: str) -> ir.Model:
-    """Returns a model, after a check that it reads no other files."""
+    """Returns a model, after a check that it has no external data."""
     model: ir.Model = ir.from_proto(proto)
     tensors = [value.const_value for graph in model.graphs() for value in graph.initializers.values()]
     tensors += [attribute.value for node in model.graph.all_nodes() for attribute in node.attributes.values()]
     if any(isinstance(tensor, ir.ExternalTensor) for tensor in tensors):
-        raise ValueError(f"{name} keeps a tensor in another file, which no model of upstream's generator does")
+        raise ValueError(f"{name} keeps a tensor in another file, unlike any model that onnxruntime-training generates")
     return model
 
 
 def _statistics(graph: ir.Graph, parameters: Collection[str]) -> dict[str, ir.Value]:
-    """Returns the running statistics that a training step changes, each with its new value."""
+    """Returns the running statistics that a training step changes: name -> new value.
+
+    A norm that is used twice updates its statistics twice; the second node is rewired to read the first's results.
+    """
     latest: dict[str, ir.Value] = {}
     for node in graph:
         if node.op_type == "BatchNormInternal":
             for place, (old, new) in enumerate(zip(node.inputs[3:5], node.outputs[1:3], strict=False), 3):
                 if old is not None and old.name in parameters and new.name:
                     name = str(old.name)
-                    if name in latest:  # a norm that is used twice
+                    if name in latest:
                         node.replace_input_with(place, latest[name])
                     latest[name] = new
     return latest
 
 
 def _index_ranges(graph: ir.Graph, inputs: Mapping[str, ir.Value]) -> Iterator[IndexRange]:
-    """Yields what embeddings and losses allow in the integers that the user gives them."""
+    """Yields the ranges that embeddings and losses require of integer inputs of the model."""
     for node in graph:
         if len(node.inputs) < 2 or node.inputs[0] is None or node.inputs[1] is None:
             continue
-        data, given = node.inputs[:2]
-        assert data is not None and given is not None
-        if given is not inputs.get(str(given.name)) or data.shape is None:
+        data, indices = node.inputs[:2]
+        assert data is not None and indices is not None
+        if indices is not inputs.get(str(indices.name)) or data.shape is None:
             continue
         entry = None
         if node.op_type == "Gather":
             size = data.shape[node.attributes.get_int("axis", 0)]
-            entry = IndexRange(str(given.name), 0, from_end=True, operator=node.op_type)
+            entry = IndexRange(str(indices.name), 0, from_end=True, operator=node.op_type)
         elif node.op_type.startswith("SoftmaxCrossEntropyLoss") and "Grad" not in node.op_type:
             size = data.shape[1]
             ignored = node.attributes.get_int("ignore_index", None)  # type: ignore[arg-type]
             if len(node.inputs) > 3 and node.inputs[3] is not None:  # upstream's operator has it as an input
-                known = ir.convenience.get_const_tensor(node.inputs[3])
-                if known is None:
+                constant = ir.convenience.get_const_tensor(node.inputs[3])
+                if constant is None:
                     continue
-                ignored = int(known.numpy().item())
-            entry = IndexRange(str(given.name), 0, ignored=ignored, operator=node.op_type)
+                ignored = int(constant.numpy().item())
+            entry = IndexRange(str(indices.name), 0, ignored=ignored, operator=node.op_type)
         if entry is not None and isinstance(size, int):
             yield entry._replace(size=size)
 
 
 def _lower(model: ir.Model, name: str) -> None:
-    """Replaces upstream's operators, and finds the types of all values on the way.
+    """Replaces upstream's operators by ONNX's, in place, and infers missing types of values.
 
     Raises:
         ValueError: If an operator is not supported; the message names all of them.
@@ -229,7 +237,7 @@ def _lower(model: ir.Model, name: str) -> None:
     graph = model.graph
     values = ir.convenience.create_value_mapping(graph)
     names = Names(values)
-    strange = []
+    missing = []
     for node in list(graph):
         if node.domain == _MICROSOFT and node.op_type in RENAMED:
             node.op_type, node.domain = RENAMED[node.op_type], ""
@@ -238,24 +246,25 @@ def _lower(model: ir.Model, name: str) -> None:
         elif node.op_type in OPERATORS:
             try:
                 _replace(graph, node, names, values)
-            except (TypeError, ValueError) as error:  # an attribute or an input that a function here does not know
-                strange.append(f"{node.op_type} ({error})")
+            except (TypeError, ValueError) as error:  # an attribute or input that the function does not support
+                missing.append(f"{node.op_type} ({error})")
         elif node.op_type != _ACCUMULATOR:
-            strange.append(f"{node.domain}::{node.op_type}")
-    if strange:
+            missing.append(f"{node.domain}::{node.op_type}")
+    if missing:
         raise ValueError(
-            f"{name} has operators of onnxruntime-training that ort_trainer can't run: {sorted(set(strange))}. Export "
+            f"{name} has operators of onnxruntime-training that ort_trainer can't run: {sorted(set(missing))}. Export "
             "the model that it was made from with ort_trainer.artifacts.generate_artifacts()"
         )
 
 
 def _infer_missing_types(node: ir.Node, model: ir.Model) -> None:
-    """Sets the types of a node's outputs, unless they are known."""
+    """Infers the types of a node's outputs, if any is unknown."""
     if any(value.name and value.shape is None for value in node.outputs):
         infer_node(node, model.opset_imports)
 
 
 def _replace(graph: ir.Graph, node: ir.Node, names: Names, values: Mapping[str, ir.Value]) -> None:
+    """Replaces a node of upstream's domain by the nodes that its function in ``operators.py`` writes."""
     emit = Emitter({"": _OPSET}, names, node.name or node.op_type)
     op = Nodes(emit)
     inputs = [None if value is None else Tensor(op, value) for value in node.inputs]
@@ -264,8 +273,8 @@ def _replace(graph: ir.Graph, node: ir.Node, names: Names, values: Mapping[str, 
         if source not in values:
             raise ValueError(f"the value {source!r} is missing")
         inputs.append(Tensor(op, values[source]))
-    made = OPERATORS[node.op_type](op, *inputs, **{key: attr.value for key, attr in node.attributes.items()})
-    results = [tensor.value for tensor in ([made] if isinstance(made, Tensor) else made)]
+    outputs = OPERATORS[node.op_type](op, *inputs, **{key: attr.value for key, attr in node.attributes.items()})
+    results = [tensor.value for tensor in ([outputs] if isinstance(outputs, Tensor) else outputs)]
     pairs = [(old, new) for old, new in zip(node.outputs, results, strict=False) if old.name]
     for old, new in pairs:
         if new.shape is None:
@@ -278,10 +287,10 @@ def _replace(graph: ir.Graph, node: ir.Node, names: Names, values: Mapping[str, 
 def _accumulate(
     model: ir.Model, name: str, parameters: Mapping[str, ir.Value], updated: dict[str, str]
 ) -> tuple[dict[str, ir.Value], dict[str, ir.Value], str]:
-    """Replaces the nodes that add to gradients in place.
+    """Replaces upstream's in-place accumulators of gradients by nodes that return the new sums.
 
     Returns:
-        The new sum and the earlier one by parameter, and the name of the input that resets them.
+        The new sums and the earlier sums by parameter, and the name of the input that resets them.
     """
     graph = model.graph
     names = Names(ir.convenience.create_value_mapping(graph))
@@ -315,8 +324,9 @@ def _accumulate(
 
 
 def _spec(value: ir.Value, name: str) -> TensorSpec:
+    """Describes an input; unnamed sizes are named after it."""
     if value.shape is None or value.dtype is None:
-        raise ValueError(f"{name} does not say what the shape of its input {value.name!r} is: export it with its shape")
+        raise ValueError(f"{name} does not declare the shape of its input {value.name!r}: export it with all shapes")
     shape = [
         size if isinstance(size, int) else str(size.value or f"{value.name}_{axis}")
         for axis, size in enumerate(value.shape)
@@ -325,6 +335,7 @@ def _spec(value: ir.Value, name: str) -> TensorSpec:
 
 
 def _output(value: ir.Value, sizes: set[int | str]) -> TensorSpec:
+    """Describes an output; without a shape, if it depends on sizes that no input has."""
     dtype = ir.DataType.FLOAT if value.dtype is None else value.dtype
     shape: tuple[int | str, ...] | None = None
     if value.shape is not None and all(isinstance(size, int) or size.value in sizes for size in value.shape):
@@ -333,7 +344,7 @@ def _output(value: ir.Value, sizes: set[int | str]) -> TensorSpec:
 
 
 def optimizer_model(data: bytes, name: str, parameters: Mapping[str, Parameter]) -> tuple[ir.Model, OptimizerModel]:
-    """Returns upstream's optimizer model as a model that updates every trained parameter.
+    """Converts upstream's optimizer model to one that updates every trained parameter.
 
     Args:
         data: The model.
@@ -341,7 +352,7 @@ def optimizer_model(data: bytes, name: str, parameters: Mapping[str, Parameter])
         parameters: The trained parameters, which upstream's model takes as a sequence.
 
     Raises:
-        ValueError: If it is not such a model, or not of AdamW or SGD.
+        ValueError: If it is not such a model, or its optimizer is neither AdamW nor SGD.
     """
     model = _contained(_parsed(data, name), name)
     nodes = {node.op_type: node for node in model.graph}
@@ -363,7 +374,7 @@ class _Update:
 
     Args:
         optimizer: Upstream's operator.
-        clip: Its operator that limits the norm of the gradients, if there is one.
+        clip: Upstream's operator that clips the norm of the gradients, or None.
     """
 
     def __init__(self, optimizer: ir.Node, clip: ir.Node | None) -> None:
@@ -379,11 +390,11 @@ class _Update:
         self._specs: dict[str, Parameter] = {}
         self._state: dict[str, Slot] = {}
         self._rate = self._input("learning_rate", _Tensor(np.dtype(np.float32), (1,)))
-        # A model may have its learning rate in it; then it ignores the runtime's.
+        # A constant learning rate in the model overrides the runtime's.
         rate = optimizer.inputs[0]
         fixed = None if rate is None else ir.convenience.get_const_tensor(rate)
         used = self._rate if fixed is None else self._op.constant(fixed.numpy())
-        self._used_rate = self._op.Reshape(used, self._op.ints())  # a scalar fits parameters of any shape
+        self._used_rate = self._op.Reshape(used, self._op.ints())  # a scalar broadcasts to parameters of any shape
 
     def add(self, parameter: str, spec: Parameter) -> None:
         """Adds a parameter."""
@@ -394,7 +405,7 @@ class _Update:
         )
 
     def finish(self) -> tuple[ir.Model, OptimizerModel]:
-        """Returns the model, and what it says of itself."""
+        """Returns the model and its description."""
         op, gradients = self._op, {name: gradient for name, (_, gradient) in self._weights.items()}
         if self._limit is not None and gradients:
             squares = [op.ReduceSumSquare(gradient, keepdims=0) for gradient in gradients.values()]
@@ -409,7 +420,7 @@ class _Update:
                 new = self._adam_update(name, weight, gradients[name], factors)
             results[name] = self._output(new, weight)
         graph = ir.Graph(self._inputs, self._outputs, nodes=op.emit.nodes, opset_imports={"": _OPSET}, name="optimizer")
-        said = OptimizerModel(
+        description = OptimizerModel(
             export=UPSTREAM,
             name="AdamOptimizer" if self._adam else "SGDOptimizer",
             weights={name: (str(weight.value.name), results[name]) for name, (weight, _) in self._weights.items()},
@@ -417,24 +428,29 @@ class _Update:
             state=self._state,
             learning_rate=str(self._rate.value.name),
         )
-        return _finished(ir.Model(graph, ir_version=IR_VERSION)), said
+        return _finished(ir.Model(graph, ir_version=IR_VERSION)), description
 
     def _count(self) -> Tensor:
-        """Returns the number of this update, from the new count, which overwrites the old one in place."""
+        """Returns the number of this update, counted from 1, as a scalar.
+
+        The state keeps the number of the next update. It is computed from the new count, because the engine writes the
+        new count into the old one's memory.
+        """
         old = self._input(UPDATE_COUNT, _Tensor(np.dtype(np.int64), (1,)))
         new = old + 1
         self._keep(UPDATE_COUNT, old, new, initial=1.0)
         return self._op.Reshape(new - 1, self._op.ints())
 
     def _factors(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Returns what all parameters share: the factors of weight decay and of a step, and the divisor of squares.
+        """Returns what all parameters share: the factors of weight decay and step, and the divisor of the squares.
 
-        Mode 0 is PyTorch's AdamW, and mode 1 Transformers', which corrects the step in place of the squares.
+        With step t: mode 0 is PyTorch's AdamW, which divides the squares by 1 - beta^t. Mode 1 is Transformers', which
+        multiplies the step by sqrt(1 - beta^t) instead. Both divide the step by 1 - alpha^t.
         """
-        op, given, rate = self._op, self._attributes, self._used_rate
-        decay = rate * float(given.get("weight_decay", 1e-2))
+        op, attributes, rate = self._op, self._attributes, self._used_rate
+        decay = rate * float(attributes.get("weight_decay", 1e-2))
         count = self._count()
-        if not given.get("correct_bias", 1):
+        if not attributes.get("correct_bias", 1):
             return decay, rate, None
         first, second = (Tensor(op, one_minus_power(op.emit, base, count.value)) for base in self._decays())
         if self._mode == 0:
@@ -448,7 +464,7 @@ class _Update:
     def _adam_update(
         self, name: str, weight: Tensor, gradient: Tensor, factors: tuple[Tensor, Tensor, Tensor | None]
     ) -> Tensor:
-        """Returns the new weight."""
+        """Returns the new weight; mode 0 applies the weight decay before the step, mode 1 after it."""
         decay, step, divisor = factors
         alpha, beta = self._decays()
         first, second = (self._input(f"{name}.{slot}", self._specs[name]) for slot in ("Moment_1", "Moment_2"))
@@ -469,6 +485,7 @@ class _Update:
         return Tensor(self._op, value)
 
     def _keep(self, key: str, old: Tensor, new: Tensor, initial: float = 0.0) -> None:
+        """Makes a pair of old and new value a slot of the optimizer's state."""
         assert old.value.dtype is not None and old.value.shape is not None
         dtype, shape = str(old.value.dtype.numpy().name), tuple(old.value.shape.numpy())
         self._state[key] = Slot(str(old.value.name), self._output(new, old), dtype, shape, initial)
@@ -481,7 +498,7 @@ class _Update:
 
 
 def _finished(model: ir.Model) -> ir.Model:
-    """Returns a model without what nothing needs."""
+    """Removes unused nodes, other domains and metadata from a model, in place, and returns it."""
     common_passes.RemoveUnusedNodesPass()(model)
     for domain in [domain for domain in model.opset_imports if domain not in ("", "ai.onnx")]:
         del model.opset_imports[domain]

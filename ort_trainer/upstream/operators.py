@@ -23,7 +23,7 @@ Outputs = Any
 OPERATORS: dict[str, Callable[..., Outputs]] = {}
 """Name of an operator -> the function that writes it: (nodes, inputs, attributes) -> outputs."""
 RENAMED = {"ReduceSumTraining": "ReduceSum", "SplitTraining": "Split", "Trilu": "Trilu"}
-"""Name of an operator -> that of the ONNX operator that does the same with the same inputs and attributes."""
+"""Name of an operator -> the ONNX operator with the same inputs, attributes and results."""
 
 _SQRT_HALF, _SQRT_2_PI = math.sqrt(0.5), math.sqrt(2 / math.pi)
 # FastGelu is x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2.
@@ -31,7 +31,7 @@ _CUBIC = 0.044715
 
 
 class Tensor:
-    """A value of the graph, whose arithmetic adds nodes.
+    """A value of the graph. Arithmetic on it adds nodes.
 
     Attributes:
         value: The value.
@@ -93,7 +93,7 @@ class Tensor:
 
 
 class Nodes:
-    """Adds nodes by the names of operators: ``op.Where(x > 0, dy, 0)``. A number gets the type of the tensors.
+    """Adds nodes by the names of operators: ``op.Where(x > 0, dy, 0)``. Numbers become constants of the tensors' dtype.
 
     Args:
         emit: Collects the nodes.
@@ -111,9 +111,11 @@ class Nodes:
 
     def several(self, op_type: str, *inputs: Any, outputs: int, **attributes: Any) -> list[Tensor]:
         """Adds a node and returns its outputs."""
-        dtypes = [given.value.dtype for given in inputs if isinstance(given, Tensor)]
-        known = [dtype.numpy() for dtype in dtypes if dtype is not None and dtype != ir.DataType.BOOL]
-        values = [self._value(given, known[0] if known else np.dtype(np.float32)) for given in inputs]
+        dtypes = [operand.value.dtype for operand in inputs if isinstance(operand, Tensor)]
+        number_dtypes = [dtype.numpy() for dtype in dtypes if dtype is not None and dtype != ir.DataType.BOOL]
+        values = [
+            self._value(operand, number_dtypes[0] if number_dtypes else np.dtype(np.float32)) for operand in inputs
+        ]
         return [Tensor(self, value) for value in self.emit.several(op_type, *values, outputs=outputs, **attributes)]
 
     def constant(self, value: Any, dtype: Any = np.float32) -> Tensor:
@@ -139,10 +141,10 @@ class Nodes:
         dtype = np.float32 if like.value.dtype is None else like.value.dtype.numpy()
         return self.ConstantOfShape(shape, value=ir.tensor(np.zeros(1, dtype)))
 
-    def _value(self, given: Any, dtype: np.dtype[Any]) -> ir.Value | None:
-        if given is None or isinstance(given, ir.Value):
-            return given
-        return given.value if isinstance(given, Tensor) else self.emit.constant(given, dtype)
+    def _value(self, operand: Any, dtype: np.dtype[Any]) -> ir.Value | None:
+        if operand is None or isinstance(operand, ir.Value):
+            return operand
+        return operand.value if isinstance(operand, Tensor) else self.emit.constant(operand, dtype)
 
 
 def operator(*names: str) -> Callable[[Callable[..., Outputs]], Callable[..., Outputs]]:
@@ -241,7 +243,7 @@ def _log_softmax_grad(op: Nodes, dy: Tensor, y: Tensor, axis: int = -1) -> Outpu
 
 @operator("SoftmaxGrad")
 def _flat_softmax_grad(op: Nodes, dy: Tensor, y: Tensor, axis: int = 1) -> Outputs:
-    """Writes the gradient of softmax before opset 13, over all dimensions from the axis on."""
+    """Writes the gradient of softmax before opset 13, which normalizes over the axis and all after it together."""
     return op.Reshape(_softmax_grad(op, *(op.Flatten(value, axis=axis) for value in (dy, y))), y.shape)
 
 
@@ -254,8 +256,8 @@ def _flat_log_softmax_grad(op: Nodes, dy: Tensor, y: Tensor, axis: int = 1) -> O
 def _dropout_grad(
     op: Nodes, dy: Tensor, mask: Tensor, ratio: Tensor | None = None, training: Tensor | None = None
 ) -> Outputs:
-    kept = 0.5 if ratio is None else 1 - op.CastLike(ratio, dy)
-    dx = op.Where(mask, dy / kept, 0)
+    keep_probability = 0.5 if ratio is None else 1 - op.CastLike(ratio, dy)
+    dx = op.Where(mask, dy / keep_probability, 0)
     return dx if training is None else op.Where(training, dx, dy)
 
 
@@ -287,22 +289,27 @@ def _div_grad(op: Nodes, dy: Tensor, a: Tensor, b: Tensor) -> Outputs:
 
 
 def _sum_to(op: Nodes, x: Tensor, like: Tensor) -> Tensor:
-    """Returns the sum over the axes along which a tensor was broadcast to the shape of x."""
+    """Sums the gradient x over the axes along which ``like`` was broadcast."""
     axes, _ = _broadcast_gradient_args(op, like.shape, x.shape)
     return op.Reshape(op.sum(x, axes), like.shape)
 
 
 @operator("BroadcastGradientArgs")
 def _broadcast_gradient_args(op: Nodes, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Writes the axes over which the gradient of each of two broadcast operands is summed, from their shapes.
+
+    Shapes are padded in front with -1 to the same rank: an axis is summed if it is missing, or has size 1 there and
+    another size in the other operand.
+    """
     rank = op.Max(op.Shape(a), op.Shape(b))
 
     def padded(shape: Tensor) -> Tensor:
         missing = op.ConstantOfShape(rank - op.Shape(shape), value=ir.tensor([-1]))
         return op.Concat(missing, shape, axis=0)
 
-    def axes(own: Tensor, other: Tensor) -> Tensor:
-        is_stretched = op.And(op.Equal(own, 1), op.And(op.Not(op.Equal(other, 1)), other > -1))
-        return op.Reshape(op.NonZero(op.Or(op.Equal(own, -1), is_stretched)), op.ints(-1))
+    def axes(sizes: Tensor, other_sizes: Tensor) -> Tensor:
+        is_stretched = op.And(op.Equal(sizes, 1), op.And(op.Not(op.Equal(other_sizes, 1)), other_sizes > -1))
+        return op.Reshape(op.NonZero(op.Or(op.Equal(sizes, -1), is_stretched)), op.ints(-1))
 
     first, second = padded(a), padded(b)
     return axes(first, second), axes(second, first)
@@ -318,7 +325,9 @@ def _fused_matmul(
 
 
 def _transposed(op: Nodes, x: Tensor, last: int, batch: int) -> Tensor:
-    """Returns a tensor with its last two dimensions swapped, or the first one behind the other batch dimensions."""
+    """Returns an operand of FusedMatMul: ``batch`` moves its first dimension to the last but one, ``last`` swaps the
+    last two.
+    """
     if (not last and not batch) or x.rank < 2:
         return x
     order = [*range(x.rank)]
@@ -351,8 +360,8 @@ def _cross_entropy(
 ) -> Outputs:  # fmt: skip
     number = _ignored(ignored)
     more = {} if number is None else {"ignore_index": number}
-    given = [value for value in (scores, labels, weights) if value is not None]
-    return op.several("SoftmaxCrossEntropyLoss", *given, outputs=2, reduction=reduction, **more)
+    inputs = [value for value in (scores, labels, weights) if value is not None]
+    return op.several("SoftmaxCrossEntropyLoss", *inputs, outputs=2, reduction=reduction, **more)
 
 
 @operator("SoftmaxCrossEntropyLossGrad")
@@ -360,22 +369,25 @@ def _cross_entropy_grad(
     op: Nodes, dy: Tensor, log_prob: Tensor, labels: Tensor, weights: Tensor | None = None, reduction: str = "mean",
     ignore_index: int | None = None,
 ) -> Outputs:  # fmt: skip
-    """Writes (softmax - one hot) times the weight of each label, divided by the sum of these weights for a mean."""
+    """Writes (softmax - one hot) times the weight of each label; for a mean, divided by the sum of these weights.
+
+    Scores are (batch, classes, ...), labels (batch, ...). Ignored labels have weight 0.
+    """
     labels = op.Cast(labels, to=ir.DataType.INT64)
     valid = None if ignore_index is None else op.Not(op.Equal(labels, ignore_index))
     safe = labels if valid is None else op.Where(valid, labels, 0)
     ends = op.CastLike(np.array([0.0, 1.0], np.float32), log_prob)
     hit = op.OneHot(safe, op.slice(log_prob.shape, 1, 2), ends, axis=1)
-    kept = None if valid is None else op.CastLike(valid, log_prob)
+    row_weights = None if valid is None else op.CastLike(valid, log_prob)
     if weights is not None:
-        own = op.Gather(weights, safe)
-        kept = own if kept is None else kept * own
+        label_weights = op.Gather(weights, safe)
+        row_weights = label_weights if row_weights is None else row_weights * label_weights
     factor = op.Unsqueeze(dy, op.ints(1)) if reduction == "none" else dy
     if reduction == "mean":
-        total = op.CastLike(labels.size, dy) if kept is None else op.ReduceSum(kept, keepdims=0)
-        factor = factor / op.Where(op.Equal(total, 0), 1, total)  # all labels may be ignored
+        total = op.CastLike(labels.size, dy) if row_weights is None else op.ReduceSum(row_weights, keepdims=0)
+        factor = factor / op.Where(op.Equal(total, 0), 1, total)  # the total is 0 if all labels are ignored
     gradient = (op.Exp(log_prob) - hit) * factor
-    return gradient if kept is None else gradient * op.Unsqueeze(kept, op.ints(1))
+    return gradient if row_weights is None else gradient * op.Unsqueeze(row_weights, op.ints(1))
 
 
 @operator("SoftmaxCrossEntropyLossInternalGrad")
@@ -387,10 +399,10 @@ def _cross_entropy_internal_grad(
     return gradient if bias is None else op.Reshape(gradient, bias.shape) + bias
 
 
-def _ignored(given: Tensor | None) -> int | None:
-    """Returns the label that is ignored, which is an input of upstream's operator and an attribute of ONNX's."""
-    tensor = None if given is None else ir.convenience.get_const_tensor(given.value)
-    if given is not None and tensor is None:
+def _ignored(label: Tensor | None) -> int | None:
+    """Returns the ignored label, which is an input of upstream's operator but an attribute of ONNX's."""
+    tensor = None if label is None else ir.convenience.get_const_tensor(label.value)
+    if label is not None and tensor is None:
         raise ValueError("its ignored label is not a constant")
     return None if tensor is None else int(tensor.numpy().item())
 
@@ -429,7 +441,11 @@ def _invertible_norm_grad(
 def _norm_grad(
     op: Nodes, dy: Tensor, normed: Tensor, scale: Tensor, inverse: Tensor, centred: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the gradients of input, scale and bias of a norm over the dimensions of the scale, the last ones."""
+    """Returns the gradients of input, scale and bias of a norm over the last dimensions, which are those of the scale.
+
+    With n = normed and g = dy * scale: dx = inverse * (g - n mean(g n) - mean(g)); a norm that does not subtract the
+    mean lacks the last term.
+    """
     axes = [*range(-scale.rank, 0)]
     scaled = dy * scale
     inner = scaled - normed * op.ReduceMean(scaled * normed, op.ints(*axes))
@@ -445,19 +461,24 @@ def _batch_norm(
     op: Nodes, x: Tensor, scale: Tensor, bias: Tensor, mean: Tensor, variance: Tensor, epsilon: float = 1e-5,
     momentum: float = 0.9, training_mode: int = 1,
 ) -> Outputs:  # fmt: skip
-    """Writes a batch norm in training mode, which stock engines lack: output, new statistics, the batch's own."""
+    """Writes a batch norm in training mode, which the stock engine lacks.
+
+    The outputs are y, the new running mean and variance, and the batch's mean and inverse standard deviation.
+    """
     if not training_mode:
         raise ValueError("its training_mode is 0")
     flat = op.Reshape(x, op.ints(0, 0, -1))
-    own = op.ReduceMean(flat, op.ints(0, 2))
-    centred = flat - own
-    spread = op.ReduceMean(centred * centred, op.ints(0, 2))
-    inverse = op.Reciprocal(op.Sqrt(spread + epsilon))
+    batch_mean = op.ReduceMean(flat, op.ints(0, 2))
+    centred = flat - batch_mean
+    batch_variance = op.ReduceMean(centred * centred, op.ints(0, 2))
+    inverse = op.Reciprocal(op.Sqrt(batch_variance + epsilon))
     column = op.ints(-1, 1)
     y = centred * inverse * op.Reshape(scale, column) + op.Reshape(bias, column)
-    own, spread, inverse = (op.Reshape(value, op.ints(-1)) for value in (own, spread, inverse))
-    means = mean * momentum + own * (1 - momentum)
-    return op.Reshape(y, x.shape), means, variance * momentum + spread * (1 - momentum), own, inverse
+    batch_mean, batch_variance, inverse = (
+        op.Reshape(value, op.ints(-1)) for value in (batch_mean, batch_variance, inverse)
+    )
+    means = mean * momentum + batch_mean * (1 - momentum)
+    return op.Reshape(y, x.shape), means, variance * momentum + batch_variance * (1 - momentum), batch_mean, inverse
 
 
 @operator("BatchNormalizationGrad")
@@ -465,11 +486,11 @@ def _batch_norm_grad(
     op: Nodes, dy: Tensor, x: Tensor, scale: Tensor, mean: Tensor, inverse: Tensor, epsilon: float = 1e-5
 ) -> Outputs:
     column = op.ints(-1, 1)
-    flat, given = op.Reshape(x, op.ints(0, 0, -1)), op.Reshape(dy, op.ints(0, 0, -1))
+    flat, flat_dy = op.Reshape(x, op.ints(0, 0, -1)), op.Reshape(dy, op.ints(0, 0, -1))
     normed = (flat - op.Reshape(mean, column)) * op.Reshape(inverse, column)
-    means = [op.ReduceMean(value, op.ints(0, 2)) for value in (given, given * normed)]
-    dx = (given - means[0] - normed * means[1]) * op.Reshape(scale * inverse, column)
-    sums = [op.sum(value, [0, 2], keep=False) for value in (given * normed, given)]
+    means = [op.ReduceMean(value, op.ints(0, 2)) for value in (flat_dy, flat_dy * normed)]
+    dx = (flat_dy - means[0] - normed * means[1]) * op.Reshape(scale * inverse, column)
+    sums = [op.sum(value, [0, 2], keep=False) for value in (flat_dy * normed, flat_dy)]
     return op.Reshape(dx, x.shape), *sums
 
 
@@ -492,7 +513,7 @@ def _conv_transpose_grad(
 ) -> Outputs:
     stride, pads, dilation, group = _window(w.rank - 2, **attributes)
     dx = op.Conv(dy, w, strides=stride, pads=pads, dilations=dilation, group=group)
-    for axis in range(w.rank - 2):  # an output padding of a stride or more makes another window
+    for axis in range(w.rank - 2):  # an output padding of a stride or more makes room for another window
         dx = op.slice(dx, 0, op.slice(x.shape, 2 + axis, 3 + axis), 2 + axis)
     return (
         dx,
@@ -505,7 +526,7 @@ def _window(
     dims: int, strides: Any = None, pads: Any = None, dilations: Any = None, group: int = 1, kernel_shape: Any = None,
     auto_pad: str = "NOTSET",
 ) -> tuple[list[int], list[int], list[int], int]:  # fmt: skip
-    """Returns stride, padding (all begins, then all ends), dilation and number of groups of a convolution."""
+    """Returns the strides, padding (all begins, then all ends), dilations and number of groups of a convolution."""
     if auto_pad not in ("NOTSET", "VALID"):
         raise ValueError(f"its auto_pad is {auto_pad!r}: export the model again with explicit pads")
     ones = [1] * dims
@@ -518,7 +539,8 @@ def _image(
 ) -> Tensor:  # fmt: skip
     """Returns the gradient of a convolution's input: the transposed convolution, cut to the input's size.
 
-    A strided kernel may miss the last rows of its input, at most stride - 1, so as many zeros are added before the cut.
+    A strided kernel may not reach the last rows of its input, at most stride - 1. Their gradient is zero, so that many
+    zeros are added before the cut.
     """
     full = op.ConvTranspose(dy, w, strides=stride, dilations=dilation, group=group)
     dims = len(stride)
@@ -536,7 +558,7 @@ def _kernel(
 ) -> Tensor:  # fmt: skip
     """Returns the gradient of a convolution's kernel: a convolution with batch and channels swapped.
 
-    Stride and dilation swap, too; each group's channels become channels of the batch.
+    Stride and dilation swap roles too. The groups move into the batch dimension.
     """
     places = [*range(3, w.rank + 1)]
     # (batch, channels, ...) -> (channels of a group, groups x batch, ...)
@@ -568,19 +590,19 @@ def _average_pool_grad(
     op: Nodes, dy: Tensor, x: Tensor, *, kernel_shape: Sequence[int], strides: Any = None, pads: Any = None,
     auto_pad: str = "NOTSET", count_include_pad: int = 0, ceil_mode: int = 0,
 ) -> Outputs:  # fmt: skip
-    """Writes the transposed convolution of the gradient with a kernel of ones, one channel at a time."""
+    """Writes the transposed convolution of the gradient with a kernel of ones, for each channel separately."""
     if ceil_mode:
         raise ValueError("its ceil_mode is 1: export the model again with windows inside the image")
     dims = len(kernel_shape)
     stride, pads, dilation, _ = _window(dims, strides, pads, auto_pad=auto_pad)
     ones = op.zeros(op.ints(1, 1, *kernel_shape), dy) + 1
-    # Every channel of every sample as a sample of one channel.
+    # (batch, channels, ...) -> (batch * channels, 1, ...)
     apart = [op.Concat(op.ints(-1, 1), op.slice(v.shape, 2, dims + 2), axis=0) for v in (dy, x)]
-    given, like = op.Reshape(dy, apart[0]), op.Reshape(x, apart[1])
+    flat_dy, like = op.Reshape(dy, apart[0]), op.Reshape(x, apart[1])
     number: Any = float(math.prod(kernel_shape))
     if any(pads) and not count_include_pad:
         number = op.Conv(op.zeros(like.shape, dy) + 1, ones, strides=stride, pads=pads)
-    return op.Reshape(_image(op, given / number, ones, like, stride, pads, dilation, 1), x.shape)
+    return op.Reshape(_image(op, flat_dy / number, ones, like, stride, pads, dilation, 1), x.shape)
 
 
 # Indexing
@@ -588,7 +610,7 @@ def _average_pool_grad(
 
 @operator("GatherGrad")
 def _gather_grad(op: Nodes, shape: Tensor, indices: Tensor, dy: Tensor, axis: int = 0) -> Outputs:
-    if axis:  # the axis first, with all dimensions before it as one
+    if axis:  # moves the axis to the front, with the dimensions before and after it flattened
         before = op.ReduceProd(op.slice(shape, 0, axis), keepdims=1)
         after = op.ints(1) if axis == -1 else op.ReduceProd(op.slice(shape, axis + 1, 1 << 30), keepdims=1)
         count = op.Reshape(indices.size, op.ints(1))
@@ -600,7 +622,7 @@ def _gather_grad(op: Nodes, shape: Tensor, indices: Tensor, dy: Tensor, axis: in
 
 
 def _scattered(op: Nodes, shape: Tensor, indices: Tensor, updates: Tensor) -> Tensor:
-    """Returns zeros with updates added at indices of the first axis."""
+    """Returns zeros to which updates are added at indices of the first axis."""
     rows = op.Reshape(updates, op.Concat(op.ints(-1), op.slice(shape, 1, 1 << 30), axis=0))
     places = op.Cast(op.Reshape(indices, op.ints(-1, 1)), to=ir.DataType.INT64)
     return op.ScatterND(op.zeros(shape, updates), places, rows, reduction="add")
@@ -613,7 +635,7 @@ def _gather_elements_grad(op: Nodes, dy: Tensor, shape: Tensor, indices: Tensor,
 
 @operator("GatherNDGrad")
 def _gather_nd_grad(op: Nodes, shape: Tensor, indices: Tensor, dy: Tensor, batch_dims: int = 0) -> Outputs:
-    for axis in reversed(range(batch_dims)):  # the place in each dimension of the batch goes before the indices
+    for axis in reversed(range(batch_dims)):  # puts the position in each batch dimension before the indices
         length = op.Reshape(op.Gather(shape, op.ints(axis)), op.ints())
         column = op.Reshape(op.Range(0, length, 1), op.ints(*[1] * axis, -1, *[1] * (indices.rank - axis - 1)))
         sizes = op.Concat(op.slice(indices.shape, 0, indices.rank - 1), op.ints(1), axis=0)
@@ -626,11 +648,11 @@ def _slice_grad(
     op: Nodes, dy: Tensor, shape: Tensor, starts: Tensor, ends: Tensor, axes: Tensor | None = None,
     steps: Tensor | None = None,
 ) -> Outputs:  # fmt: skip
-    """Puts the gradient where the slice was, which a slice of all places tells."""
+    """Scatters the gradient to the elements that were sliced; slicing the flat positions gives their places."""
     size = op.ReduceProd(shape, keepdims=1)
     places = op.Reshape(op.Range(0, op.Reshape(size, op.ints()), 1), shape)
-    taken = op.Slice(places, starts, ends, axes, steps)
-    flat, where = (op.Reshape(value, op.ints(-1)) for value in (dy, taken))
+    sliced_places = op.Slice(places, starts, ends, axes, steps)
+    flat, where = (op.Reshape(value, op.ints(-1)) for value in (dy, sliced_places))
     return op.Reshape(op.ScatterElements(op.zeros(size, dy), where, flat), shape)
 
 

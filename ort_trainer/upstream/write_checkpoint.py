@@ -17,12 +17,12 @@ from ..core.foreign import UPSTREAM_MARK
 from ..core.interrupts import uninterrupted
 from .checkpoint import DTYPES, UNLOADABLE, VERSION, Array, OptimizerGroup, PropertyValue, UpstreamCheckpoint
 
-if TYPE_CHECKING:  # needed only to write such a file; a dependency of onnxruntime
+if TYPE_CHECKING:  # imported only when such a file is written; a dependency of onnxruntime
     import flatbuffers
 
 __all__ = ["upstream_checkpoint_bytes", "write_upstream_checkpoint"]
 
-# A flatbuffer can have at most 2 GiB. Upstream starts a second file between 1.7 and 2.1 GiB.
+# A flatbuffer can have at most 2 GiB. Upstream itself starts a second file between 1.7 and 2.1 GiB.
 _LARGEST = 1_800 << 20
 _INT64 = (-(1 << 63), (1 << 63) - 1)
 _LARGEST_FLOAT = float(np.finfo(np.float32).max)
@@ -70,7 +70,7 @@ def write_upstream_checkpoint(
         with data.open("wb") as file:
             content = _Writer(checkpoint, file).write()
         temporary.write_bytes(content)
-        with uninterrupted():  # otherwise Ctrl-C could leave the new data next to the old checkpoint
+        with uninterrupted():  # an interrupt between the two moves would leave new data beside the old checkpoint
             stack.close()
 
 
@@ -117,7 +117,10 @@ def _check_property(name: str, value: PropertyValue) -> None:
 
 
 class _Writer:
-    """Builds the flatbuffer from its end to its beginning, leaves first."""
+    """Builds the flatbuffer from its end to its beginning: strings and vectors before the tables that refer to them.
+
+    The numbers of fields are those of upstream's schema, ``ort_training_checkpoint.fbs``.
+    """
 
     def __init__(self, checkpoint: UpstreamCheckpoint, external: BinaryIO | None) -> None:
         try:
@@ -161,11 +164,13 @@ class _Writer:
         return bytes(builder.Output())
 
     def _parameter(self, name: str, array: Array) -> int:
+        """Writes a parameter; in a nominal checkpoint only its name and type."""
         if self._checkpoint.nominal:
             return self._tensor(name, np.empty(0, array.dtype), None, named_only=True)
         return self._tensor(name, array, self._external)
 
     def _tensor(self, name: str, array: Array, external: BinaryIO | None, named_only: bool = False) -> int:
+        """Writes a tensor, whose data goes to a second file if there is one, and returns its offset."""
         number = next(number for number, dtype in DTYPES.items() if dtype == array.dtype)
         builder, offset = self._builder, -1
         array = np.ascontiguousarray(array.astype(array.dtype.newbyteorder("<"), copy=False)).reshape(array.shape)

@@ -1,4 +1,4 @@
-"""Draws random tensors inside a graph, for a runtime without random inputs."""
+"""Draws random tensors inside a graph, for a runtime whose steps have no random inputs."""
 
 from __future__ import annotations
 
@@ -47,19 +47,20 @@ class RandomNodes:
         return drawn if drawn.dtype == dtype else self._emit("Cast", drawn, to=dtype)
 
     def _drawn(self, spec: RandomInput) -> ir.Value:
+        """Returns a random tensor, in the dtype of the operator that draws it."""
         emit, shape = self._emit, self._shape(spec)
         if spec.kind in ("mask", "bernoulli"):
-            kept = emit("Less", self._uniform(shape), self._number(spec.parameters[0]))
+            mask = emit("Less", self._uniform(shape), self._number(spec.parameters[0]))
             factor = spec.parameters[1] if spec.kind == "bernoulli" else 1.0
             if factor == 1.0:
-                return kept
-            return emit("Mul", emit("Cast", kept, to=ir.DataType.FLOAT), self._number(factor))
+                return mask
+            return emit("Mul", emit("Cast", mask, to=ir.DataType.FLOAT), self._number(factor))
         if spec.kind == "uniform":
             return self._uniform(shape)
         if spec.kind == "normal":
             return emit("RandomNormalLike", self._zeros(shape))
         if spec.kind == "exponential":
-            # u < 1, so 1 - u > 0.
+            # -log(1 - u) / rate, with u in [0, 1): 1 - u is never 0.
             logarithm = emit("Log", emit("Sub", self._number(1.0), self._uniform(shape)))
             return emit("Div", emit("Neg", logarithm), self._number(spec.parameters[0]))
         if spec.kind == "integers":
@@ -68,7 +69,7 @@ class RandomNodes:
             spread = emit("Mul", uniform, self._number(high - low, np.float64))
             drawn = emit("Add", emit("Floor", spread), self._number(low, np.float64))
             return emit("Cast", drawn, to=ir.DataType.INT64)
-        if spec.kind == "permutation":
+        if spec.kind == "permutation":  # the order of random numbers
             _, order = emit.several("TopK", self._uniform(shape), shape, outputs=2, axis=0)
             return order
         raise ValueError(
@@ -101,6 +102,7 @@ class RandomNodes:
         return self._sizes[size]
 
     def _value(self, node: ast.expr, size: str) -> ir.Value:
+        """Writes the nodes that compute a part of the expression of a size, int64 [1]."""
         if isinstance(node, ast.Constant) and isinstance(node.value, int):
             return self._emit.constant([node.value])
         if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:

@@ -1,7 +1,7 @@
 """Writes artifacts for onnxruntime-training's runtime: the flavor ``onnxruntime-training``.
 
-The training and evaluation models don't need its gradient builder: the runtime trains any model whose inputs and
-outputs have the names it expects. Its optimizer model is one operator on sequences of tensors.
+The training and evaluation models don't need upstream's gradient builder: the runtime trains any model whose inputs and
+outputs have the names that it expects. Upstream's optimizer model is one operator on sequences of tensors.
 """
 
 from __future__ import annotations
@@ -87,16 +87,17 @@ def write_upstream_artifacts(
             models.opset,
             fixed_learning_rate,
         )
-    found, _ = to_upstream(checkpoint, models.trained)
+    upstream, _ = to_upstream(checkpoint, models.trained)
     for name, proto in files.items():
         (folder / name).write_bytes(proto.SerializeToString())
-    write_upstream_checkpoint(folder / CHECKPOINT, found)
+    write_upstream_checkpoint(folder / CHECKPOINT, upstream)
     if nominal_checkpoint:
-        found.nominal, found.groups = True, {}
-        write_upstream_checkpoint(folder / NOMINAL_CHECKPOINT, found)
+        upstream.nominal, upstream.groups = True, {}
+        write_upstream_checkpoint(folder / NOMINAL_CHECKPOINT, upstream)
 
 
 def _check(checkpoint: State) -> None:
+    """Raises a ValueError for state that upstream's checkpoints can't store."""
     if checkpoint.schedule is not None:
         raise ValueError(
             "onnxruntime-training's artifacts can't store a learning-rate schedule: use the default flavor, or export "
@@ -188,7 +189,7 @@ def _check_names(graph: Step, kept: Sequence[str], trained: Sequence[str]) -> No
 
 
 class _Writer:
-    """Changes a copy of a graph.
+    """Changes a copy of a graph into a model of the runtime.
 
     Args:
         source: The graph.
@@ -214,9 +215,9 @@ class _Writer:
     def drop(self, names: Sequence[str]) -> None:
         """Removes the updates of buffers."""
         outputs = {self._source.buffer_updates[name] for name in names}
-        left = [value for value in self._graph.outputs if value.name not in outputs]
+        remaining = [value for value in self._graph.outputs if value.name not in outputs]
         self._graph.outputs.clear()
-        self._graph.outputs.extend(left)
+        self._graph.outputs.extend(remaining)
         RemoveUnusedPass(self.inputs)(self._model)
 
     def reads(self, name: str) -> bool:
@@ -242,7 +243,7 @@ class _Writer:
         """Overwrites a buffer with its new value.
 
         Raises:
-            ValueError: If the graph reads the old value elsewhere, because the order of the two is undefined.
+            ValueError: If the graph also reads the old value elsewhere, as the order of the two is undefined.
         """
         old, new = self._weights[name], self._outputs[self._source.buffer_updates[name]]
         needed = _ancestors(new)
@@ -265,9 +266,11 @@ class _Writer:
         for name, value_name in self._source.state.items():
             if name not in self._weights:
                 self._make_constant(self.inputs[value_name], self._state[name])
-        taken = [self.inputs.get(name) or _value(name, value.dtype, value.shape) for name, value in inputs.items()]
+        user_inputs = [
+            self.inputs.get(name) or _value(name, value.dtype, value.shape) for name, value in inputs.items()
+        ]
         self._graph.inputs.clear()
-        self._graph.inputs.extend([*taken, *self._weights.values(), *self._accumulators])
+        self._graph.inputs.extend([*user_inputs, *self._weights.values(), *self._accumulators])
         if self._reset is not None:
             self._graph.inputs.append(self._reset)
         self._graph.outputs.clear()
@@ -315,15 +318,15 @@ def _value(name: str, dtype: ir.DataType | None, shape: ir.Shape | Sequence[int]
 
 
 def _ancestors(value: ir.Value) -> set[ir.Node]:
-    """Returns all nodes that a value depends on."""
-    found: set[ir.Node] = set()
-    open_nodes = [value.producer()]
-    while open_nodes:
-        node = open_nodes.pop()
-        if node is not None and node not in found:
-            found.add(node)
-            open_nodes += [given.producer() for given in node.inputs if given is not None]
-    return found
+    """Returns the nodes that a value depends on."""
+    ancestors: set[ir.Node] = set()
+    pending = [value.producer()]
+    while pending:
+        node = pending.pop()
+        if node is not None and node not in ancestors:
+            ancestors.add(node)
+            pending += [operand.producer() for operand in node.inputs if operand is not None]
+    return ancestors
 
 
 def optimizer_model(
@@ -360,7 +363,7 @@ def optimizer_model(
         operands = [rate, _STEP, _WEIGHTS, gradients, *_MOMENTS]
         nodes.append(make.make_node("AdamWOptimizer", operands, ["updated"], domain=_MICROSOFT, **_adam(update.hyper)))
     else:
-        moments = _MOMENTS[:1]  # the runtime passes it, though the operator does not take it
+        moments = _MOMENTS[:1]  # the runtime passes one, although the operator does not take it
         nodes.append(make.make_node("SGDOptimizerV2", [rate, _WEIGHTS, gradients], ["updated"], domain=_MICROSOFT))
     graph = make.make_graph(
         nodes,
@@ -383,8 +386,9 @@ def optimizer_model(
 
 
 def _adam(hyper: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the attributes of upstream's AdamW for the hyper-parameters of ours."""
     # The trainer and the operator number the modes alike: PyTorch's is 0, Transformers' is 1. The operator's mode 0
-    # always corrects the bias; without decay and correction both modes are the same.
+    # always corrects the bias. Without decay and correction both modes are the same, so mode 1 serves.
     mode, corrects = int(hyper["weight_decay_mode"]), bool(hyper["do_bias_correction"])
     if not corrects and mode == 0:
         if hyper["lambda_coef"]:

@@ -1,4 +1,4 @@
-"""Prepares models of scikit-learn's exporter: coefficients that are attributes, and outputs that are maps."""
+"""Prepares models of scikit-learn's exporter, which have coefficients in attributes and maps as outputs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _FUNCTIONS = {"SOFTMAX": "Softmax", "LOGISTIC": "Sigmoid"}
 def without_maps(proto: onnx.ModelProto) -> tuple[onnx.ModelProto, dict[str, onnx.TypeProto]]:
     """Returns a model without the types of outputs that contain maps, and these types by name.
 
-    onnx_ir can't read them. The model is a copy if it has such types.
+    onnx_ir can't read types of maps. The returned model is a copy if it had any.
 
     Raises:
         ExportError: If an input is a map.
@@ -45,6 +45,7 @@ def without_maps(proto: onnx.ModelProto) -> tuple[onnx.ModelProto, dict[str, onn
 
 
 def _has_map(kind: onnx.TypeProto) -> bool:
+    """Returns whether a type is a map, or a sequence or optional of maps."""
     return (
         kind.HasField("map_type")
         or (kind.HasField("sequence_type") and _has_map(kind.sequence_type.elem_type))
@@ -79,10 +80,11 @@ def name_coefficients(model: ir.Model) -> dict[str, tuple[int, str]]:
         y = LinearRegressor(x)           =>  y = Gemm(x, coefficients, intercepts)
         label, y = LinearClassifier(x)   =>  y = Softmax(Gemm(x, coefficients, intercepts)), or Sigmoid
 
-    They have the shapes of scikit-learn's ``coef_`` and ``intercept_``. A classifier stays for its label.
+    The initializers have the shapes of scikit-learn's ``coef_`` and ``intercept_``. A classifier node stays in the
+    graph, as it computes the label.
 
     Returns:
-        The name of each new initializer, with the position of its node in the graph and its attribute there.
+        Name of each new initializer -> the position of its node in the graph, and the attribute.
     """
     graph = model.graph
     places: dict[str, tuple[int, str]] = {}
@@ -136,9 +138,9 @@ def select_features(model: ir.Model) -> None:
 
 
 def _rows(node: ir.Node) -> int:
-    """Returns how many scores a linear model computes; 0 if the node is another, or is left alone.
+    """Returns how many scores a linear model computes; 0 if the node is no linear model or must stay unchanged.
 
-    For a single score of two classes, and for a function of a single score, ONNX Runtime does not do what ONNX says.
+    ONNX Runtime deviates from ONNX for a single score of two classes, and for a function of a single score.
     """
     if node.domain != DOMAIN or node.op_type not in ("LinearClassifier", "LinearRegressor"):
         return 0
@@ -154,7 +156,7 @@ def _rows(node: ir.Node) -> int:
 
 
 def _replace(model: ir.Model, node: ir.Node, nodes: Sequence[ir.Node]) -> None:
-    """Lets nodes compute the last output of another, which stays if it has others."""
+    """Makes new nodes compute the last output of a node, which is removed if it has no other output."""
     model.graph.insert_before(node, nodes)
     old, new = node.outputs[-1], nodes[-1].outputs[0]
     new.name, new.type, new.shape = old.name, old.type, old.shape
@@ -162,5 +164,6 @@ def _replace(model: ir.Model, node: ir.Node, nodes: Sequence[ir.Node]) -> None:
     old.name = Names(ir.convenience.create_value_mapping(model.graph)).unique(str(old.name))
     if len(node.outputs) == 1:
         model.graph.remove(node, safe=True)
+    # A scikit-learn model may import ai.onnx.ml alone; the new nodes are ONNX's own.
     if not {"", "ai.onnx"} & set(model.opset_imports):
         model.opset_imports[""] = 13

@@ -34,13 +34,14 @@ def describe_onnx(
 
     Args:
         model: The model.
-        loss_fn: The loss function, or None. With one, its labels are the entries of the batch that are not inputs.
+        loss_fn: The loss function, or None. Its labels are the entries of the batch that are not inputs of the model.
         batch: A sample, which determines the shapes of the labels.
-        loss: Name of the output that is the loss; empty to find it.
+        loss: Name of the output that is the loss; if empty, the output "loss" or the only scalar output.
         outputs: The outputs to describe; None for all.
 
     Raises:
-        ValueError: If ``loss`` is not an output, or ambiguous, or the label or an input is missing.
+        ValueError: If ``loss`` is not an output, no output or several could be the loss, or the batch lacks the label
+            or an input.
     """
     graph = model.model.graph
     shapes = known_shapes(model.model)
@@ -63,6 +64,7 @@ def describe_onnx(
         first = inputs[0][1][0] if inputs and inputs[0][1] else None
         for label in labels:
             sizes = list(batch[label].shape)
+            # A label of as many rows as the first input shares its named batch dimension.
             if sizes and isinstance(first, str) and sizes[0] == batch[inputs[0][0]].shape[0]:
                 sizes[0] = first
             inputs.append((label, sizes))

@@ -49,24 +49,25 @@ def check_external_data(model: onnx.ModelProto, folder: Path | None, what: str) 
 
 
 def _is_external(tensor: onnx.TensorProto) -> bool:
-    """Returns whether a tensor is external: some readers go by the mark alone, others by the entries."""
+    """Returns whether a tensor is external: some readers check only ``data_location``, others only the entries."""
     return tensor.data_location == onnx.TensorProto.EXTERNAL or bool(tensor.external_data)
 
 
 def _problem(location: str, folder: Path) -> str:
-    """Returns why a file must not be read; empty if it may be."""
+    """Returns why a file must not be read; empty if reading it is safe."""
     if not location or "\0" in location:
         return "is not a file name"
+    # Refuses what would leave the folder on any platform, because the model may be read on another one later.
     for path in (PurePosixPath(location), PureWindowsPath(location)):
         if path.is_absolute() or path.anchor:
             return "is an absolute path"
         if ".." in path.parts:
             return "leaves the model's folder through '..'"
-    found = folder / location
+    path_in_folder = folder / location
     try:
-        if not found.resolve().is_relative_to(folder.resolve()):
+        if not path_in_folder.resolve().is_relative_to(folder.resolve()):
             return "leaves the model's folder through a symbolic link"
-        if found.exists() and not found.is_file():
+        if path_in_folder.exists() and not path_in_folder.is_file():
             return "is not a regular file"
     except (OSError, RuntimeError) as error:  # the name is too long, or links form a loop
         return f"can't be resolved ({error})"
@@ -74,6 +75,7 @@ def _problem(location: str, folder: Path) -> str:
 
 
 def _graphs(model: onnx.ModelProto) -> Iterator[onnx.GraphProto]:
+    """Yields the outermost graphs of a model."""
     yield model.graph
     for info in model.training_info:
         yield info.initialization
@@ -88,6 +90,7 @@ def _all_graphs(model: onnx.ModelProto) -> Iterator[onnx.GraphProto]:
 
 
 def _all_nodes(model: onnx.ModelProto) -> Iterator[onnx.NodeProto]:
+    """Yields all nodes of a model, including those of functions and of graphs in attributes."""
     for nodes in (*(graph.node for graph in _graphs(model)), *(function.node for function in model.functions)):
         yield from _nodes(nodes)
 
@@ -101,6 +104,7 @@ def _nodes(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
 
 
 def _bodies(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
+    """Yields the graphs in attributes of a node."""
     for attribute in node.attribute:
         if attribute.HasField("g"):
             yield attribute.g
@@ -108,6 +112,7 @@ def _bodies(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
 
 
 def _initializers(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
+    """Yields the initializers of all graphs; for a sparse one, its values and its indices."""
     for graph in _all_graphs(model):
         yield from graph.initializer
         for sparse in graph.sparse_initializer:

@@ -1,6 +1,6 @@
-"""Joins nodes, as exporters write attention and linear layers, into one for which PyTorch has a faster operator.
+"""Joins the nodes that exporters write for attention and linear layers into one, which PyTorch computes faster.
 
-The files that are written keep the nodes: only what becomes a module is changed.
+Only the copy that becomes a module is changed: written files keep the original nodes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ __all__ = ["DOMAIN", "join_nodes"]
 
 DOMAIN = "ort_trainer"
 """The domain of the operators of joined nodes."""
-# From this opset on, Softmax is over one axis.
+# Before this opset, Softmax normalizes over an axis and all after it together.
 _SOFTMAX_OVER_AXIS = 13
 _GRAPHS = (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS)
 
@@ -28,7 +28,8 @@ def join_nodes(model: ir.Model) -> None:
         MatMul(Where(IsNaN(p), 0, p), v)           =>  ScaledDotProduct(q, k, v, mask)
 
     The last form is that of PyTorch's attention: queries that see no key give zeros. Without the guard, ONNX gives
-    NaN for them, and PyTorch's operator zeros, so a mask without it must not depend on the inputs: it is causal, say.
+    NaN for such queries, but PyTorch's operator gives zeros. An unguarded mask is therefore joined only if it does not
+    depend on the values of inputs, as a causal mask.
     Scores that are multiplied by a number are left alone: exporters scale q and k.
     """
     for node in list(model.graph):
@@ -45,6 +46,7 @@ def join_nodes(model: ir.Model) -> None:
 
 
 def _replace(model: ir.Model, node: ir.Node, op_type: str, inputs: list[ir.Value | None]) -> None:
+    """Replaces the last node of a pattern by the joined node; the pattern's other nodes are then unused."""
     old = node.outputs[0]
     new = ir.Value(name=old.name, type=old.type, shape=old.shape)
     model.graph.insert_before(node, ir.Node(DOMAIN, op_type, inputs, name=node.name, outputs=[new]))
@@ -54,7 +56,7 @@ def _replace(model: ir.Model, node: ir.Node, op_type: str, inputs: list[ir.Value
 
 
 def _linear(node: ir.Node) -> list[ir.Value | None] | None:
-    """Returns x, w and b of the last node of a linear layer; None for other nodes."""
+    """Returns the x, w and b of a linear layer that ends in this node; None for other nodes."""
     if not _is(node, "Add"):
         return None
     for product, bias in (tuple(node.inputs), tuple(node.inputs[::-1])):
@@ -66,7 +68,7 @@ def _linear(node: ir.Node) -> list[ir.Value | None] | None:
 
 
 def _attention(node: ir.Node) -> list[ir.Value | None] | None:
-    """Returns q, the transposed k, v and perhaps the mask of the last node of an attention; None for other nodes."""
+    """Returns q, the transposed k, v and the mask (or None) of attention that ends in this node; None for others."""
     if not _is(node, "MatMul"):
         return None
     last = _maker(node.inputs[0])
@@ -87,7 +89,7 @@ def _attention(node: ir.Node) -> list[ir.Value | None] | None:
 
 
 def _guarded(where: ir.Node | None) -> ir.Node | None:
-    """Returns the Softmax whose NaN a Where replaces by zeros; None if it does something else."""
+    """Returns the Softmax whose NaN this Where replaces by zeros; None if it does something else."""
     if where is None or not _is(where, "Where"):
         return None
     is_nan, softmax, zero = _maker(where.inputs[0]), _maker(where.inputs[2], uses=2), where.inputs[1]
@@ -102,12 +104,12 @@ def _depends_on_sizes_alone(value: ir.Value) -> bool:
     """Returns whether a value is computed from constants and from the sizes of inputs."""
     seen, pending = set[ir.Value](), [value]
     while pending:
-        found = pending.pop()
-        if found in seen:
+        current = pending.pop()
+        if current in seen:
             continue
-        seen.add(found)
-        node = found.producer()
-        if node is None and found.const_value is None:
+        seen.add(current)
+        node = current.producer()
+        if node is None and current.const_value is None:
             return False  # an input, or a weight
         if node is not None and node.op_type not in ("Shape", "Size"):
             draws = node.op_type.startswith("Random") or node.op_type in ("Bernoulli", "Multinomial")
@@ -118,12 +120,15 @@ def _depends_on_sizes_alone(value: ir.Value) -> bool:
 
 
 def _maker(value: ir.Value | None, uses: int = 1) -> ir.Node | None:
-    """Returns the node that computes a value, if nodes use it so often, and it is no output of the graph."""
+    """Returns the node that computes a value; None if the value is a graph output or has another number of uses.
+
+    A node can be joined away only if nothing outside the pattern uses its result.
+    """
     if value is None or value.is_graph_output() or len(value.uses()) != uses:
         return None
     return value.producer()
 
 
 def _is(node: ir.Node, op_type: str) -> bool:
-    """Returns whether a node is of an operator of ONNX, for which the user has registered nothing."""
+    """Returns whether a node is ONNX's operator of this type, which the user has not replaced by a registered one."""
     return node.op_type == op_type and node.domain in ("", "ai.onnx") and not registered("", op_type)

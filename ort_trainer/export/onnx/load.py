@@ -28,12 +28,12 @@ __all__ = ["OnnxModel", "load_onnx_model"]
 
 _log = logging.getLogger(__name__)
 _WEIGHT_TYPES = (ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
-# Operators whose operands are weights.
+# Layers: a constant that one of these takes after its first input is a weight.
 _WITH_WEIGHTS = {
     *("MatMul", "Gemm", "Conv", "ConvTranspose", "LSTM", "GRU", "RNN"),
     *("BatchNormalization", "GroupNormalization", "LayerNormalization", "RMSNormalization"),
 }
-# Inputs that are settings rather than weights: thresholds, scales, sines of positions, weights of classes.
+# Positions of inputs that are settings rather than weights: thresholds, scales, sines of positions, weights of classes.
 _SETTINGS = {
     "Clip": {1, 2},
     "DequantizeLinear": {1, 2},
@@ -55,7 +55,7 @@ _SETTINGS = {
 }
 # Follows the first four bytes of a file in ORT format, a flatbuffer.
 _ORT_FORMAT = b"ORTM"
-# Where torch.onnx's exporter of programs says of an initializer that it was a parameter, a buffer or a constant.
+# The key where torch.onnx (dynamo=True) records whether an initializer was a parameter, a buffer or a constant.
 _KIND = "pkg.torch.export.graph_signature.InputSpec.kind"
 # torch.onnx writes constants of the code as initializers too, under such names.
 _TORCH_CONSTANT = re.compile(
@@ -74,11 +74,11 @@ class OnnxModel:
         inputs: Names of its own inputs.
         parameters: Name -> value of every weight that can be trained.
         buffers: Name -> value of every running statistic of a batch norm.
-        file: The model as it came: functions are not inlined. The weights are inputs here as well.
-        order: The names of its initializers, in their order.
+        file: The model as it was loaded, before functions were inlined. The weights are inputs here as well.
+        order: The names of the file's initializers, in their order.
         frozen: Parameters that the file marks as frozen.
-        coefficients: The parameters that are attributes of nodes in the file, with the position of the node in the
-            graph and the attribute.
+        coefficients: The parameters that the file stores in attributes of nodes: name -> the position of the node in
+            the graph, and the attribute.
     """
 
     model: ir.Model
@@ -121,11 +121,12 @@ def load_onnx_model(source: onnx.ModelProto | str | os.PathLike[str] | bytes) ->
 def _load(source: onnx.ModelProto | str | os.PathLike[str] | bytes) -> OnnxModel:
     proto, folder = _read(source)
     proto, types = without_maps(proto)
+    # Two copies that share the memory of their tensors: one to write again node for node, and one to run.
     file, model = ir.from_proto(proto), ir.from_proto(proto)
     check_calls(model)
     memory = Memory(model, folder)
-    memory.own(file)
-    memory.own(model)
+    memory.adopt(file)
+    memory.adopt(model)
     order = tuple(file.graph.initializers)
     coefficients = name_coefficients(model)
     select_features(model)
@@ -142,9 +143,9 @@ def _load(source: onnx.ModelProto | str | os.PathLike[str] | bytes) -> OnnxModel
     frozen: set[str] = set()
     if WEIGHTS in model.metadata_props:
         try:
-            known = json.loads(model.metadata_props[WEIGHTS])
-            frozen = set(known["frozen"]) & weights
-            weights = (set(known["trained"]) & weights) | frozen
+            marked = json.loads(model.metadata_props[WEIGHTS])
+            frozen = set(marked["frozen"]) & weights
+            weights = (set(marked["trained"]) & weights) | frozen
         except (KeyError, TypeError, ValueError) as error:
             raise ExportError(f"the model's metadata {WEIGHTS!r} are damaged: {error!r}. Remove them") from error
         statistics -= weights
@@ -154,7 +155,7 @@ def _load(source: onnx.ModelProto | str | os.PathLike[str] | bytes) -> OnnxModel
     inputs = tuple(str(value.name) for value in graph.inputs if not value.is_initializer())
     names = [*(name for name in graph.initializers if name in weights)]
     names += [name for name in graph.initializers if name in statistics]
-    tensors = {name: tensor_of(_const(graph.initializers[name])) for name in names}  # in the memory above
+    tensors = {name: tensor_of(_const(graph.initializers[name])) for name in names}
     file = _with_inputs(file, inputs, [name for name in names if name not in coefficients])
     for value in file.graph.outputs:
         if value.name in types:
@@ -172,14 +173,14 @@ def _load(source: onnx.ModelProto | str | os.PathLike[str] | bytes) -> OnnxModel
 
 
 def _with_inputs(model: ir.Model, inputs: Collection[str], weights: Sequence[str]) -> ir.Model:
-    """Makes weights inputs, so that the model does not keep their values alive."""
+    """Turns weights from initializers into inputs, in place, after the model's own inputs."""
     graph = model.graph
-    own = [value for value in graph.inputs if value.name in inputs]
-    values = [graph.initializers.pop(name) for name in weights]
-    for value in values:
-        value.const_value = None
+    batch_inputs = [value for value in graph.inputs if value.name in inputs]
+    weight_values = [graph.initializers.pop(name) for name in weights]
+    for value in weight_values:
+        value.const_value = None  # otherwise the graph would keep the weight's memory alive
     graph.inputs.clear()
-    graph.inputs.extend([*own, *values])
+    graph.inputs.extend([*batch_inputs, *weight_values])
     return model
 
 
@@ -211,16 +212,17 @@ def _read(source: onnx.ModelProto | str | os.PathLike[str] | bytes) -> tuple[onn
 
 
 def _is_of_opset(function: ir.Function, model: ir.Model) -> bool:
+    """Returns whether a function imports the same opsets as the model, so that it can be inlined."""
     return all(
         model.opset_imports.get(domain, version) == version for domain, version in function.opset_imports.items()
     )
 
 
 def _guess_weights(model: ir.Model, floats: set[str]) -> set[str]:
-    """Returns the initializers that are probably weights, for a file without that metadata."""
-    weights, held = set(), []
-    # A file that says it of some has folded the others.
-    marked = any(_KIND in value.metadata_props for value in model.graph.initializers.values())
+    """Returns the initializers that are probably weights, for a file without this package's metadata."""
+    weights, kept_constant = set(), []
+    # If the exporter recorded the kind of some initializers, those without a kind are constants that it folded.
+    has_kinds = any(_KIND in value.metadata_props for value in model.graph.initializers.values())
     for name in floats:
         value = model.graph.initializers[name]
         kind = value.metadata_props.get(_KIND)
@@ -232,22 +234,22 @@ def _guess_weights(model: ir.Model, floats: set[str]) -> set[str]:
         is_setting = uses and all(index in _SETTINGS.get(node.op_type, ()) for node, index in uses)
         if is_setting or value.shape is None or not len(value.shape):
             continue
-        of_torch = model.producer_name == "pytorch" and (marked or _TORCH_CONSTANT.fullmatch(name))
-        if (of_torch or name.startswith(_INLINED_CONSTANT)) and not _with_weights(value):
-            held.append(name)
+        is_torch_constant = model.producer_name == "pytorch" and (has_kinds or _TORCH_CONSTANT.fullmatch(name))
+        if (is_torch_constant or name.startswith(_INLINED_CONSTANT)) and not _with_weights(value):
+            kept_constant.append(name)
         else:
             weights.add(name)
-    if held:
+    if kept_constant:
         _log.warning(
             "held constant, because exporters give such names to constants in the code: %s. If they are weights, "
             "rename them; or, if torch.onnx wrote the file, export the model with optimize=False",
-            sorted(held),
+            sorted(kept_constant),
         )
     return weights
 
 
 def _with_weights(value: ir.Value) -> bool:
-    """Returns whether an operand belongs to a layer: torch.onnx folds transposed or joined weights into constants."""
+    """Returns whether a constant belongs to a layer: torch.onnx folds transposed or joined weights into constants."""
     if any(node.op_type in _WITH_WEIGHTS and index > 0 for node, index in value.uses()):
         return True
     sums = [node for node, _ in value.uses() if node.op_type == "Add"]

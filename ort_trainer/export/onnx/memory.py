@@ -1,4 +1,4 @@
-"""The memory of a model's tensors: bounded by its files, whatever the model claims, and shared where they share it."""
+"""The memory of a model's tensors: never more than its files hold, and shared by tensors that share it in a file."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ __all__ = ["Memory", "check_calls", "replace_tensors", "without_data"]
 
 # NumPy's and PyTorch's limit on dimensions.
 _MOST_DIMENSIONS = 64
-# Functions may call each other, so a small file could have any number of nodes.
+# Functions may call each other, so the inlined graph of a small file can be exponentially large.
 _MOST_NODES = 200_000
 _DEEPEST_CALLS = 100
-# Values of larger tensors don't matter for shapes.
+# Shape inference needs the values of small tensors only, such as the shape of a Reshape.
 _SMALL = 1024
 
 Array = np.ndarray[Any, Any]
 Range = tuple[str, int, int]
-"""A file, and the places in it where a tensor begins and ends."""
+"""A file, and the offsets in bytes where a tensor begins and ends."""
 
 
 class Memory:
-    """Tensors of a model in this process's own memory, which needs neither the message nor the files any more.
+    """Copies the tensors of a model into this process's memory, so that neither the message nor the files are needed.
 
     External data is read once: tensors with the same place in a file share memory.
 
@@ -48,7 +48,7 @@ class Memory:
         self._read: dict[Range, Array] = {}
         ranges: dict[Range, str | None] = {}
 
-        def note(tensor: ir.TensorProtocol) -> ir.TensorProtocol:
+        def record_range(tensor: ir.TensorProtocol) -> ir.TensorProtocol:
             if len(tensor.shape) > _MOST_DIMENSIONS:
                 raise ExportError(
                     f"{shown(tensor.name)} has {len(tensor.shape)} dimensions, and at most {_MOST_DIMENSIONS} are "
@@ -58,7 +58,7 @@ class Memory:
                 ranges.setdefault(self._range(tensor), tensor.name)
             return tensor
 
-        replace_tensors(model, note)
+        replace_tensors(model, record_range)
         for (first, name), (second, other) in itertools.pairwise(sorted(ranges.items(), key=lambda item: item[0])):
             if first[0] == second[0] and second[1] < first[2]:
                 raise ExportError(
@@ -66,11 +66,12 @@ class Memory:
                     "share all of their bytes, but no part of them. Save the model again"
                 )
 
-    def own(self, model: ir.Model) -> None:
+    def adopt(self, model: ir.Model) -> None:
         """Moves the tensors of the model, or of a copy of it, into this memory."""
-        replace_tensors(model, self._own)
+        replace_tensors(model, self._moved)
 
-    def _own(self, tensor: ir.TensorProtocol) -> ir.TensorProtocol:
+    def _moved(self, tensor: ir.TensorProtocol) -> ir.TensorProtocol:
+        """Returns a tensor of the message or of a file as one in this memory, with the same name and metadata."""
         if not isinstance(tensor, (ir.ExternalTensor, ir.serde.TensorProtoTensor)):
             return tensor
         external = isinstance(tensor, ir.ExternalTensor)
@@ -91,10 +92,12 @@ class Memory:
         return os.path.realpath(self._folder / tensor.location), begin, begin + tensor.nbytes
 
     def _external(self, tensor: ir.ExternalTensor) -> Array:
+        """Returns the bytes of a tensor in a file."""
         place = path, begin, end = self._range(tensor)
         if place not in self._read:
             with Path(path).open("rb") as file:
                 status = os.fstat(file.fileno())
+                # A hard link may be a file of another folder, and unlike a symbolic link its path doesn't show it.
                 if status.st_nlink > 1:
                     raise ValueError(f"{path!r} has several hard links, so it could be a file of another folder")
                 if begin < 0 or end > status.st_size:
@@ -109,19 +112,20 @@ class Memory:
         return self._read[place]
 
     def _message(self, tensor: ir.serde.TensorProtoTensor) -> Array:
+        """Returns the bytes of a tensor in the model's message."""
         message = tensor.raw
         if id(message) not in self._messages:
-            found = np.frombuffer(tensor.tobytes(), np.uint8)
-            if len(found) != tensor.nbytes:
-                raise ValueError(f"it has {len(found)} bytes, but needs {tensor.nbytes}")
-            data = _blank(len(found))
-            data[:] = found
-            self._messages[id(message)] = message, data  # which keeps the id from being used again
+            message_bytes = np.frombuffer(tensor.tobytes(), np.uint8)
+            if len(message_bytes) != tensor.nbytes:
+                raise ValueError(f"it has {len(message_bytes)} bytes, but needs {tensor.nbytes}")
+            data = _blank(len(message_bytes))
+            data[:] = message_bytes
+            self._messages[id(message)] = message, data  # keeping the message alive keeps its id unique
         return self._messages[id(message)][1]
 
 
 def _blank(size: int) -> Array:
-    """Returns bytes that are aligned as PyTorch's tensors are."""
+    """Returns uninitialized bytes, aligned as PyTorch's tensors are."""
     return torch.empty(size, dtype=torch.uint8).numpy()  # type: ignore[no-any-return]
 
 
@@ -142,6 +146,7 @@ def replace_tensors(model: ir.Model, replace: Callable[[ir.TensorProtocol], ir.T
 
 
 def _attributes(model: ir.Model) -> Iterator[Any]:
+    """Yields the attributes of every node and function, as mutable mappings."""
     for function in model.functions.values():
         yield function.attributes
     parts: list[ir.Graph | ir.Function] = [model.graph, *model.functions.values()]
@@ -151,7 +156,7 @@ def _attributes(model: ir.Model) -> Iterator[Any]:
 
 
 def without_data(model: ir.Model) -> ir.Model:
-    """Returns a copy of a model with only the types and shapes of its larger tensors, for what needs no more."""
+    """Returns a copy of a model whose larger tensors have types and shapes but no data, as shape inference needs."""
 
     def described(tensor: ir.TensorProtocol) -> ir.TensorProtocol:
         if tensor.size <= _SMALL:

@@ -19,34 +19,34 @@ from .joins import join_nodes
 from .load import OnnxModel, load_onnx_model
 from .plan import Graph, Step, plan_model
 from .registry import Operator, with_mode
-from .values import Value, as_tensor, is_known, known, numbers, tensor_of
+from .values import NOT_IN_NUMPY, Value, as_tensor, is_known, known_array, numbers, tensor_of
 
 __all__ = ["Body", "OnnxModule"]
 
-# Larger constants are never sizes; a size that is computed from so many others is not known, but a tensor.
+# Shapes and axes have few elements. A larger constant or result is a tensor, not a known array.
 _MOST_KNOWN = 1024
 
 
 class OnnxModule(nn.Module):
     """An ONNX model, whose nodes are run as PyTorch operators.
 
-    Its parameters are the weights of the model, under their own names; its buffers are the running statistics of batch
-    norms.
+    Its parameters are the weights of the model, under the model's names; its buffers are the running statistics of
+    batch norms.
 
     Args:
         model: The model, or where it is.
-        copy: Whether to leave the tensors of a loaded model alone.
+        copy: Whether parameters and buffers are copies, so that training leaves the loaded model unchanged.
 
     Attributes:
-        names: The name of a parameter or buffer of the module -> its name in the model. They differ only where the
-            model's can't be the name of an attribute.
+        names: Name of a parameter or buffer of the module -> its name in the model. They differ only where the model's
+            name can't be an attribute.
         inputs: The names of the model's inputs.
         outputs: The names of its outputs, except those in ``refused``.
-        refused: The outputs that need a node that can't be run with PyTorch, each with the reason.
+        refused: The outputs that PyTorch can't compute, because they need an unsupported node, each with the reason.
         wanted: The outputs that ``forward`` returns, as a tuple; None for all of them, by name.
 
     Raises:
-        ExportError: If no output can be computed, as a node can't be run with PyTorch; the message names it.
+        ExportError: If PyTorch can compute no output; the message names an unsupported node.
     """
 
     def __init__(self, model: OnnxModel | onnx.ModelProto | str | os.PathLike[str] | bytes, copy: bool = True) -> None:
@@ -61,27 +61,28 @@ class OnnxModule(nn.Module):
         self.names: dict[str, str] = {}
         self._stored: dict[int, tuple[nn.Module, str]] = {}
         self._constants: dict[int, torch.Tensor] = {}
-        self._known: dict[int, np.ndarray[Any, Any]] = {}
+        self._known_constants: dict[int, np.ndarray[Any, Any]] = {}
         self._statistics = frozenset(plan.inputs[name] for name in loaded.buffers)
-        taken: set[int] = set()  # a file may give several weights the same memory, but each is trained on its own
+        # A file may store several weights in the same memory, but each is trained separately.
+        addresses: set[int] = set()
 
-        def own(tensor: torch.Tensor) -> torch.Tensor:
-            found = tensor.clone() if copy or tensor.data_ptr() in taken else tensor
-            taken.add(found.data_ptr())
-            return found
+        def unshared(tensor: torch.Tensor) -> torch.Tensor:
+            separate = tensor.clone() if copy or tensor.data_ptr() in addresses else tensor
+            addresses.add(separate.data_ptr())
+            return separate
 
         for name, tensor in loaded.parameters.items():
-            # Weights in half precision are kept, and trained, in single precision, and rounded where they are used.
-            master = tensor.float() if tensor.dtype in _HALVES else own(tensor)
+            # Weights in half precision have master copies in float32, which are rounded where the graph uses them.
+            master = tensor.float() if tensor.dtype in _HALVES else unshared(tensor)
             self._store(plan.inputs[name], name, nn.Parameter(master, requires_grad=name not in loaded.frozen))
         for name, tensor in loaded.buffers.items():
-            self._store(plan.inputs[name], name, own(tensor))
-        made: dict[Any, torch.Tensor] = {}
+            self._store(plan.inputs[name], name, unshared(tensor))
+        flat_tensors: dict[Any, torch.Tensor] = {}
         for number, constant in plan.constants.items():
-            value = tensor_of(constant.value, made)
+            value = tensor_of(constant.value, flat_tensors)
             self._constants[number] = value
-            if value.numel() <= _MOST_KNOWN and value.dtype not in _NOT_KNOWN:
-                self._known[number] = value.numpy()
+            if value.numel() <= _MOST_KNOWN and value.dtype not in NOT_IN_NUMPY:
+                self._known_constants[number] = value.numpy()
         self.forward = _Forward(self, _signature(self.inputs))  # type: ignore[method-assign]
 
     def forward(self, *args: Value, **inputs: Value) -> dict[str, Value] | tuple[Value, ...]:
@@ -98,12 +99,13 @@ class OnnxModule(nn.Module):
             TypeError: If an input is missing or unknown.
             ExportError: If a node fails; the message names it.
         """
-        given = {**dict(zip(self.inputs, args, strict=False)), **inputs}
-        if set(given) != set(self.inputs) or len(args) + len(inputs) != len(given):
+        values_by_name = {**dict(zip(self.inputs, args, strict=False)), **inputs}
+        # The lengths differ if there are too many positional arguments, or an input is passed twice.
+        if set(values_by_name) != set(self.inputs) or len(args) + len(inputs) != len(values_by_name):
             raise TypeError(
                 f"the ONNX model takes the inputs {list(self.inputs)}, but was given {len(args)} and {list(inputs)}"
             )
-        run = _Run(self, {self._numbers[name]: value for name, value in given.items()})
+        run = _Run(self, {self._numbers[name]: value for name, value in values_by_name.items()})
         values = run.graph(self._graph)
         outputs = {
             name: run.as_tensor(number, value)
@@ -112,7 +114,10 @@ class OnnxModule(nn.Module):
         return outputs if self.wanted is None else tuple(outputs[name] for name in self.wanted)
 
     def _store(self, number: int, name: str, tensor: torch.Tensor) -> None:
-        """Makes a tensor a parameter or buffer, in modules that are named like the parts of its name."""
+        """Registers a tensor as a parameter or buffer: ``a.b.weight`` in the submodule ``a.b``.
+
+        If a part of the name is no valid or free attribute, it is registered here, with underscores for the dots.
+        """
         parts = name.split(".")
         owner: nn.Module | None = self
         for part in parts[:-1]:
@@ -130,18 +135,10 @@ class OnnxModule(nn.Module):
 
 
 _HALVES = (torch.float16, torch.bfloat16)
-_NOT_KNOWN = (
-    torch.bfloat16,
-    torch.float8_e4m3fn,
-    torch.float8_e4m3fnuz,
-    torch.float8_e5m2,
-    torch.float8_e5m2fnuz,
-    torch.float8_e8m0fnu,
-)
 
 
 class _Forward:
-    """``forward`` of one module, with the names of its inputs as signature."""
+    """``forward`` of one module, whose signature has the names of the model's inputs."""
 
     def __init__(self, module: OnnxModule, signature: inspect.Signature) -> None:
         self._module, self.__signature__ = module, signature
@@ -151,6 +148,7 @@ class _Forward:
 
 
 def _signature(names: Sequence[str]) -> inspect.Signature:
+    """Returns a signature with these parameters; only ``**inputs`` if a name is no identifier."""
     if all(name.isidentifier() and not keyword.iskeyword(name) for name in names):
         kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
         return inspect.Signature([inspect.Parameter(name, kind) for name in names])
@@ -158,11 +156,11 @@ def _signature(names: Sequence[str]) -> inspect.Signature:
 
 
 class _Part(nn.Module):
-    """Holds tensors whose names begin in the same way."""
+    """Holds the tensors whose names share a prefix."""
 
 
 def _inner(owner: nn.Module | None, part: str) -> nn.Module | None:
-    """Returns the module for a part of a name, which is made if it is new; None if it can't be had."""
+    """Returns the submodule for a part of a name, creating it if needed; None if the name is taken or empty."""
     if owner is None or not part:
         return None
     if part not in owner._modules:
@@ -174,7 +172,7 @@ def _inner(owner: nn.Module | None, part: str) -> nn.Module | None:
 
 @dataclass(frozen=True)
 class Body:
-    """A graph in an attribute of a node, as the function of the node's operator sees it.
+    """A graph in an attribute of a node, as the function of the operator receives it.
 
     Attributes:
         graph: The graph.
@@ -204,17 +202,17 @@ class Body:
         return any(
             step.inputs[index] in self.run.module._statistics
             for step in self.graph.steps
-            for index in step.tensors.updates.values()
+            for index in step.for_tensors.updates.values()
             if index < len(step.inputs)
         )
 
     def outside_tensors(self) -> list[tuple[int, torch.Tensor]]:
-        """Returns the tensors around it that its nodes use, each with its number."""
-        found = [(number, self.run.value(number)) for number in self.graph.outside]
-        return [(number, value) for number, value in found if isinstance(value, torch.Tensor)]
+        """Returns the tensors of enclosing graphs that its nodes use, each with its number."""
+        outside = [(number, self.run.value(number)) for number in self.graph.outside]
+        return [(number, value) for number, value in outside if isinstance(value, torch.Tensor)]
 
     def with_outside(self, tensors: Mapping[int, torch.Tensor]) -> list[torch.Tensor]:
-        """Runs it with other tensors around it, and returns the outputs as tensors."""
+        """Runs it with replaced tensors of enclosing graphs, and returns the outputs as tensors."""
         body = Body(self.graph, _Run(self.run.module, {**self.run.values, **tensors}))
         return body.tensors(body())
 
@@ -253,8 +251,8 @@ class _Run:
         """Returns a value of the model."""
         if number in self.values:
             return self.values[number]
-        if number in self.module._known:
-            return self.module._known[number]
+        if number in self.module._known_constants:
+            return self.module._known_constants[number]
         if number in self.module._stored:
             stored = getattr(*self.module._stored[number])
             dtype = self.module._dtypes.get(number, stored.dtype)
@@ -264,15 +262,16 @@ class _Run:
         return None
 
     def _step(self, step: Step) -> None:
+        """Runs a node: on known arrays if all inputs are known and the operator can, otherwise on tensors."""
         node = with_mode(step.node, self.module.training)
         inputs = [None if number is None else self.value(number) for number in step.inputs]
         attributes = {k: Body(v, self) if isinstance(v, Graph) else v for k, v in step.attributes.items()}
         results: Any = NotImplemented
         try:
-            if step.known is not None and all(value is None or is_known(value) for value in inputs):
-                results = self._call(step.known, node, inputs, attributes)
+            if step.for_known is not None and all(value is None or is_known(value) for value in inputs):
+                results = self._call(step.for_known, node, inputs, attributes)
             if results is NotImplemented:
-                results = self._call(step.tensors, node, self._taken(step, inputs), attributes)
+                results = self._call(step.for_tensors, node, self._taken(step, inputs), attributes)
         except ExportError:
             raise
         except Exception as error:
@@ -288,41 +287,43 @@ class _Run:
 
     def _update(self, step: Step, results: Sequence[Value]) -> None:
         """Writes new running statistics into the buffers."""
-        for output, index in step.tensors.updates.items():
+        for output, index in step.for_tensors.updates.items():
             number = step.inputs[index]
             if number in self.module._statistics and output < len(results):
                 # Not under no_grad(), which torch.export takes seconds to capture in a model of many norms.
                 getattr(*self.module._stored[number]).copy_(results[output].detach())
 
     def _taken(self, step: Step, inputs: Sequence[Value]) -> list[Value]:
-        """Returns the inputs as the function for tensors takes them."""
+        """Returns the inputs in the forms that the function for tensors takes: tensors, known arrays or numbers."""
         with_tensor = any(isinstance(value, torch.Tensor) for value in inputs)
         taken: list[Value] = []
         for i, (number, value) in enumerate(zip(step.inputs, inputs, strict=True)):
-            if i in step.tensors.numbers and value is not None:
+            if i in step.for_tensors.numbers and value is not None:
                 taken.append(numbers(value, f"input {i}", step.node))
-            elif number is None or not is_known(value) or step.tensors.takes_known(i):
+            elif number is None or not is_known(value) or step.for_tensors.takes_known(i):
                 taken.append(value)
-            elif with_tensor and value.ndim == 0 and value.dtype != object and step.tensors.takes_scalar(i):
+            elif with_tensor and value.ndim == 0 and value.dtype != object and step.for_tensors.takes_scalar(i):
                 taken.append(value.item())
             else:
                 taken.append(self.as_tensor(number, value))
         return taken
 
     def _call(self, chosen: Operator, node: Any, inputs: Sequence[Value], attributes: Mapping[str, Any]) -> Any:
+        """Calls the function of an operator, with None for the inputs that the node omits."""
         keywords = {name: value for name, value in attributes.items() if name in chosen.attributes}
         if chosen.takes_node:
             keywords["node"] = node
         return chosen.function(*inputs, *[None] * (_required(chosen) - len(inputs)), **keywords)
 
     def _kept(self, number: int, value: Value) -> Value:
-        """Returns a result, as a known array only if it is small."""
+        """Returns a result in the form in which it is stored: numbers as a known array, but a large one as a tensor."""
         if isinstance(value, (int, float, torch.SymInt, torch.SymFloat, torch.SymBool, np.generic)):
-            value = known(value)
+            value = known_array(value)
         if is_known(value) and value.size > _MOST_KNOWN:
             return as_tensor(value, self.module._dtypes.get(number))
         return value
 
 
 def _required(chosen: Operator) -> int:
+    """Returns how many positional arguments a function takes; absent ones are passed as None."""
     return 0 if chosen.inputs is None else chosen.inputs

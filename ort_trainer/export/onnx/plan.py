@@ -1,6 +1,6 @@
-"""Plans how to run a model: which function computes each node, and when a value is needed for the last time.
+"""Plans how to run a model: which function computes each node, and which step uses a value last.
 
-Everything that can be refused without a batch is refused here.
+Whatever can be refused without a batch is refused here.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ class Step:
 
     Attributes:
         node: The node.
-        tensors: The function for tensors.
-        known: The function for known arrays, or None.
+        for_tensors: The function for tensors.
+        for_known: The function for known arrays, or None.
         inputs: Its inputs; None for an absent one.
         outputs: Its outputs; None for one that has no name.
         attributes: Keyword arguments of the function; a graph is a :class:`Graph`.
-        last: The values that nothing needs any more.
+        last: The values that no later step needs.
     """
 
     node: Node
-    tensors: Operator
-    known: Operator | None
+    for_tensors: Operator
+    for_known: Operator | None
     inputs: tuple[int | None, ...]
     outputs: tuple[int | None, ...]
     attributes: Mapping[str, Any]
@@ -48,14 +48,14 @@ class Step:
 
 @dataclass(frozen=True)
 class Graph:
-    """A graph: the model's, or one of an attribute, whose nodes also see the values around it.
+    """A graph: the model's, or one of an attribute, whose nodes also see the values of enclosing graphs.
 
     Attributes:
         inputs: Its inputs.
         outputs: Its outputs.
         names: The names of the outputs.
         steps: Its nodes in order.
-        outside: The values around it that its nodes use.
+        outside: The values of enclosing graphs that its nodes use.
     """
 
     inputs: tuple[int, ...]
@@ -87,7 +87,7 @@ class Plan:
         inputs: The names of its inputs with their numbers.
         constants: The constants in it and in all graphs of attributes.
         dtypes: The dtype of each value, as far as ONNX infers it.
-        refused: The outputs that need a node that can't be run, each with the reason. They are not in the graph.
+        refused: The outputs that need an unsupported node, each with the reason. They are not in the graph.
     """
 
     graph: Graph
@@ -101,7 +101,7 @@ def plan_model(model: ir.Model) -> Plan:
     """Plans how to run a model.
 
     Raises:
-        ExportError: If it imports an unknown opset, or no output can be computed, as nodes can't be run.
+        ExportError: If it imports an unknown opset, or no output can be computed without unsupported nodes.
     """
     opsets = _opsets(model.opset_imports)
     for node in model.graph.all_nodes():
@@ -125,6 +125,11 @@ def plan_model(model: ir.Model) -> Plan:
 
 
 def _opsets(imports: Mapping[str, int]) -> dict[str, int]:
+    """Returns the imported version of each domain, with "" as ONNX's own.
+
+    Raises:
+        ExportError: If ONNX's version is newer than the installed onnx package.
+    """
     opsets = {"" if domain == "ai.onnx" else domain: version for domain, version in imports.items()}
     newest = onnx.defs.onnx_opset_version()
     if opsets.get("", 0) > newest:
@@ -136,20 +141,20 @@ def _opsets(imports: Mapping[str, int]) -> dict[str, int]:
 
 
 def _infer_types(model: ir.Model) -> None:
-    """Writes the types into the model that ONNX infers: a value whose type is unknown then has the type None."""
+    """Writes the types that ONNX infers into the model; a value of unknown type gets None."""
     try:
         inferred = ir.from_proto(onnx.shape_inference.infer_shapes(ir.to_proto(without_data(model))))
     except onnx.shape_inference.InferenceError as error:
         raise ExportError(f"the ONNX model is damaged: ONNX can't infer its types: {error}") from None
     for graph, other in zip(model.graphs(), inferred.graphs(), strict=True):
         for node, same in zip(graph, other, strict=True):
-            for value, known in zip(node.outputs, same.outputs, strict=True):
-                value.type = known.type
+            for value, typed in zip(node.outputs, same.outputs, strict=True):
+                value.type = typed.type
 
 
 @dataclass
 class _Planner:
-    """Numbers the values, and collects what is found on the way."""
+    """Plans graphs: numbers their values, and collects constants, dtypes and values that can't be computed."""
 
     functions: Mapping[Any, ir.Function]
     constants: dict[int, Constant] = field(default_factory=dict)
@@ -177,21 +182,21 @@ class _Planner:
         Args:
             graph: The graph.
             opsets: The opsets that it imports.
-            references: The attributes of the function that it belongs to.
-            outermost: Whether outputs that can't be computed are left out.
+            references: The attributes of the function that contains it, to which its nodes may refer.
+            outermost: Whether it is the model's graph, whose outputs are left out if they can't be computed.
 
         Raises:
-            ExportError: If an output of another graph can't be computed.
+            ExportError: If an output can't be computed and the graph is not the outermost.
         """
         inputs = tuple(self.number(value) for value in graph.inputs)
-        own = set(inputs)
+        inner = set(inputs)
         for value in graph.initializers.values() if isinstance(graph, ir.Graph) else ():
             if value.const_value is not None:
                 try:
                     self._constant(value, value.const_value)
                 except ExportError as error:
                     self.missing[self.number(value)] = error
-                own.add(self.number(value))
+                inner.add(self.number(value))
         steps: list[Step] = []
         for node in graph:
             before = len(steps)
@@ -204,7 +209,7 @@ class _Planner:
             except ExportError as error:
                 del steps[before:]
                 self.missing.update((self.number(value), error) for value in node.outputs)
-            own.update(self.number(value) for value in node.outputs)
+            inner.update(self.number(value) for value in node.outputs)
         outputs = [self.number(value) for value in graph.outputs]
         refused = [self.missing[number] for number in outputs if number in self.missing]
         if refused and not outermost:
@@ -212,19 +217,20 @@ class _Planner:
         names = [str(v.name) for v, number in zip(graph.outputs, outputs, strict=True) if number not in self.missing]
         outputs = [number for number in outputs if number not in self.missing]
         uses = [_uses(step) for step in steps]
-        own |= {number for step in steps for number in step.outputs if number is not None}
-        outside = tuple(dict.fromkeys(n for used in [*uses, outputs] for n in used if n not in own))
+        inner |= {number for step in steps for number in step.outputs if number is not None}
+        outside = tuple(dict.fromkeys(n for used in [*uses, outputs] for n in used if n not in inner))
         return Graph(
             inputs,
             tuple(outputs),
             tuple(names),
-            tuple(_with_last_uses(steps, own - set(outputs) - set(self.constants))),
+            tuple(_with_last_uses(steps, inner - set(outputs) - set(self.constants))),
             outside,
         )
 
     def _node(
         self, node: ir.Node, opsets: Mapping[str, int], references: Mapping[str, ir.Attr], steps: list[Step]
     ) -> None:
+        """Appends the step of a node; none for a Constant, and several for a call of a function."""
         domain = "" if node.domain == "ai.onnx" else node.domain
         attributes = {
             name: references[attr.ref_attr_name] if attr.is_ref() else attr  # type: ignore[index]
@@ -249,43 +255,44 @@ class _Planner:
         if not domain and node.op_type == "Constant":
             self._constant(node.outputs[0], _constant_of(described, attributes))
             return
-        tensors, known = find_operator(described)
+        for_tensors, for_known = find_operator(described)
         inputs = [None if value is None or not value.name else self.number(value) for value in node.inputs]
         while inputs and inputs[-1] is None:
             inputs.pop()
-        if tensors.inputs is not None and len(inputs) > tensors.inputs:
-            raise described.error(f"it has {len(inputs)} inputs, but only {tensors.inputs} are supported")
+        if for_tensors.inputs is not None and len(inputs) > for_tensors.inputs:
+            raise described.error(f"it has {len(inputs)} inputs, but only {for_tensors.inputs} are supported")
         convert = _Converter(self, opsets, references).convert
         steps.append(
             Step(
                 described,
-                tensors,
-                known,
+                for_tensors,
+                for_known,
                 tuple(inputs),
                 tuple(self.number(value) if value.name else None for value in node.outputs),
-                attributes_of(described, tensors, attributes, convert),
+                attributes_of(described, for_tensors, attributes, convert),
                 (),
             )
         )
 
     def _call(self, node: ir.Node, function: ir.Function, attributes: Mapping[str, ir.Attr], steps: list[Step]) -> None:
-        """Adds the steps of a function, whose opset differs from the model's: others were inlined before."""
+        """Adds the steps of a function whose opset differs from the model's; the loader inlined all others."""
         # A copy for this call, so that its values have numbers of their own.
         copied = function.clone()
-        given = [*node.inputs, *[None] * (len(copied.inputs) - len(node.inputs))]
+        arguments = [*node.inputs, *[None] * (len(copied.inputs) - len(node.inputs))]
         defaults = {name: attr for name, attr in copied.attributes.items() if attr.value is not None}
-        for inner, outer in zip(copied.inputs, given, strict=True):
+        for inner, outer in zip(copied.inputs, arguments, strict=True):
             if outer is not None:
                 self.numbers[inner] = self.number(outer)
             else:
                 inner.name = ""
         planned = self.graph(copied, _opsets(copied.opset_imports), {**defaults, **attributes})
-        # The outer graph knows how long its values are needed.
+        # The outer graph determines the last uses, because it may use the function's outputs.
         steps += [dataclasses.replace(step, last=()) for step in planned.steps]
         for outer_value, number in zip(node.outputs, planned.outputs, strict=False):
             self.numbers[outer_value] = number
 
     def _constant(self, value: ir.Value, tensor: ir.TensorProtocol) -> None:
+        """Records the constant of a value, and its dtype."""
         if tensor.dtype == ir.DataType.STRING:
             raise ExportError(f"constant {shown(value.name)} is of strings, which PyTorch has no tensors of")
         number = self.number(value)
@@ -298,6 +305,8 @@ _WITHOUT_DTYPE = (ir.DataType.UNDEFINED, ir.DataType.STRING, ir.DataType.FLOAT6E
 
 @dataclass(frozen=True)
 class _Converter:
+    """Converts attributes; a graph in an attribute is planned, in the scope of the node that has it."""
+
     planner: _Planner
     opsets: Mapping[str, int]
     references: Mapping[str, ir.Attr]
@@ -319,6 +328,7 @@ class _Converter:
 
 
 def _constant_of(node: Node, attributes: Mapping[str, ir.Attr]) -> ir.TensorProtocol:
+    """Returns the value of a Constant node."""
     kinds: dict[str, Any] = {
         "value_int": np.int64,
         "value_ints": np.int64,
@@ -334,6 +344,7 @@ def _constant_of(node: Node, attributes: Mapping[str, ir.Attr]) -> ir.TensorProt
 
 
 def _name(node: ir.Node) -> str:
+    """Returns the name of a node for messages; without one, that of its first named output."""
     return node.name or next((str(value.name) for value in node.outputs if value.name), "")
 
 
@@ -346,7 +357,7 @@ def _consumers(value: ir.Value) -> Iterable[str]:
 
 
 def _uses(step: Step) -> list[int]:
-    """Returns the values that a step needs, also in graphs of its attributes."""
+    """Returns the values that a step needs, including those that graphs in its attributes use."""
     used = [number for number in step.inputs if number is not None]
     for value in step.attributes.values():
         if isinstance(value, Graph):
@@ -354,8 +365,9 @@ def _uses(step: Step) -> list[int]:
     return used
 
 
-def _with_last_uses(steps: Sequence[Step], own: Iterable[int]) -> Iterable[Step]:
-    remaining, done = set(own), []
+def _with_last_uses(steps: Sequence[Step], inner: Iterable[int]) -> Iterable[Step]:
+    """Adds to each step the inner values that no later step needs, so that a run can release them."""
+    remaining, done = set(inner), []
     for step in reversed(steps):
         produced = [number for number in step.outputs if number is not None]
         last = {number for number in [*_uses(step), *produced] if number in remaining} | set(step.last)

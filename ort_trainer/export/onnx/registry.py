@@ -48,7 +48,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 @dataclass(frozen=True)
 class Node:
-    """A node of the model, as functions of operators see it.
+    """A node of the model, as functions of operators receive it.
 
     Attributes:
         name: Its name.
@@ -82,11 +82,11 @@ class Node:
         return index < len(self.wanted) and self.wanted[index]
 
     def input_type(self, index: int) -> ir.DataType | None:
-        """Returns the ONNX type of an input, which tells types of 2 and 4 bits from those that tensors have."""
+        """Returns the ONNX type of an input. Unlike a tensor's dtype, it distinguishes types of 2 and 4 bits."""
         return self.input_types[index] if index < len(self.input_types) else None
 
     def error(self, reason: str) -> ExportError:
-        """Returns the error that the node can't be run, for that reason."""
+        """Returns an error that names the node and the reason why it can't be run."""
         return ExportError(f"{self}: {reason}")
 
     def __str__(self) -> str:
@@ -98,17 +98,18 @@ class Operator:
     """A function for an operator, and how to call it.
 
     Attributes:
-        key: Where it is: the table, domain, operator and position.
+        key: Its place in the registry: the table, domain, operator and position.
         function: The function.
         since: The first version of the operator that it computes.
         until: The last, or None.
-        known: The positions of inputs that it takes as they come, known arrays too; other inputs are made tensors.
-        scalars: The positions of inputs that it takes as numbers of Python, if they are known and have no dimensions.
+        known_inputs: The positions of inputs that it takes as known arrays or tensors. Other inputs are converted to
+            tensors.
+        scalars: The positions of inputs that it takes as Python numbers, if they are known and have no dimensions.
         inputs: The greatest number of inputs; None if any number.
         attributes: The names of the attributes that it takes.
-        required: Those without a default of the function.
+        required: The attributes for which the function has no default.
         takes_node: Whether it takes the node.
-        updates: Its outputs that are new values of inputs in training mode, with those inputs.
+        updates: Output -> input, for each output that is the new value of an input in training mode.
         numbers: The positions of inputs that it takes as lists of numbers.
     """
 
@@ -116,7 +117,7 @@ class Operator:
     function: Callable[..., Any]
     since: int
     until: int | None
-    known: Collection[int] | bool
+    known_inputs: Collection[int] | bool
     scalars: Collection[int] | bool
     inputs: int | None
     attributes: frozenset[str]
@@ -126,15 +127,15 @@ class Operator:
     numbers: Collection[int] = ()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickles the place in the table: many of the functions can't be pickled."""
+        """Pickles the key instead of the function: many of the functions can't be pickled."""
         return _entry, self.key
 
     def takes_known(self, index: int) -> bool:
         """Returns whether an input may be a known array."""
-        return self.known if isinstance(self.known, bool) else index in self.known
+        return self.known_inputs if isinstance(self.known_inputs, bool) else index in self.known_inputs
 
     def takes_scalar(self, index: int) -> bool:
-        """Returns whether an input may be a number of Python."""
+        """Returns whether an input may be a Python number."""
         return self.scalars if isinstance(self.scalars, bool) else index in self.scalars
 
 
@@ -149,7 +150,7 @@ def operator(
     since: int = 1,
     until: int | None = None,
     domain: str = "",
-    known: Collection[int] | bool = (),
+    known_inputs: Collection[int] | bool = (),
     scalars: Collection[int] | bool = (),
     updates: Mapping[int, int] | None = None,
 ) -> Callable[[_Function], _Function]:
@@ -160,14 +161,14 @@ def operator(
         since: The first version of the operator, not of the opset, that the function computes.
         until: The last one; None for all later ones.
         domain: The operators' domain.
-        known: The positions of inputs that the function takes as known arrays or tensors, as they come, for
-            :func:`~.values.integers` for example; True for all. Other known inputs are made tensors before.
-        scalars: The positions of inputs that the function takes as numbers of Python, if they are constants without
+        known_inputs: The positions of inputs that the function takes as known arrays or tensors, to read them with
+            :func:`~.values.integers` for example; True for all. Other known inputs are converted to tensors first.
+        scalars: The positions of inputs that the function takes as Python numbers, if they are constants without
             dimensions and another input is a tensor: arithmetic with a number is faster than with a tensor.
-        updates: The outputs that are new values of inputs, with those inputs: in training mode they are written into
-            the module's buffers, if the inputs are running statistics.
+        updates: Output -> input, for each output that is the new value of an input. In training mode it is written
+            into the module's buffer, if the input is a running statistic.
     """
-    return _registering("operators", names, since, until, domain, known, scalars, updates or {})
+    return _registering("operators", names, since, until, domain, known_inputs, scalars, updates or {})
 
 
 def known_operator(
@@ -186,16 +187,17 @@ def _registering(
     since: int,
     until: int | None,
     domain: str,
-    known: Collection[int] | bool,
+    known_inputs: Collection[int] | bool,
     scalars: Collection[int] | bool,
     updates: Mapping[int, int],
 ) -> Callable[[_Function], _Function]:
+    """Returns a decorator that adds a function to a table, under each operator's name."""
     table = _TABLES[table_name]
 
     def register(function: _Function) -> _Function:
         for name in names:
             key = (table_name, domain, name, len(table[domain, name]))
-            entry = _describe(key, function, since, until, known, scalars, updates)
+            entry = _describe(key, function, since, until, known_inputs, scalars, updates)
             for other in table[domain, name]:
                 if since <= (other.until or since) and other.since <= (until or other.since):
                     raise ValueError(f"{name} is registered twice: as {function} and as {other.function}")
@@ -206,11 +208,12 @@ def _registering(
 
 
 def _entry(table: str, domain: str, name: str, index: int) -> Operator:
+    """Returns the operator with this key; the inverse of :meth:`Operator.__reduce__`."""
     if table == "user":
-        own = registered(domain, name)[index]
+        user_operator = registered(domain, name)[index]
         key = (table, domain, name, index)
-        entry = _describe(key, own.function, own.since, own.until, (), (), {})
-        return dataclasses.replace(entry, numbers=own.numbers)
+        entry = _describe(key, user_operator.function, user_operator.since, user_operator.until, (), (), {})
+        return dataclasses.replace(entry, numbers=user_operator.numbers)
     _find_families()
     return _TABLES[table][domain, name][index]
 
@@ -220,10 +223,11 @@ def _describe(
     function: Callable[..., Any],
     since: int,
     until: int | None,
-    known: Collection[int] | bool,
+    known_inputs: Collection[int] | bool,
     scalars: Collection[int] | bool,
     updates: Mapping[int, int],
 ) -> Operator:
+    """Reads from a function's signature which inputs and attributes it takes."""
     parameters = inspect.signature(function).parameters.values()
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     variadic = any(p.kind == p.VAR_POSITIONAL for p in parameters)
@@ -233,7 +237,7 @@ def _describe(
         function,
         since,
         until,
-        known,
+        known_inputs,
         scalars,
         None if variadic else len(positional),
         frozenset(p.name for p in keywords),
@@ -253,26 +257,27 @@ def schema_of(op_type: str, domain: str, opset: int) -> onnx.defs.OpSchema | Non
 
 
 def find_operator(node: Node) -> tuple[Operator, Operator | None]:
-    """Returns the functions for a node: for tensors, and for known arrays if there is one.
+    """Returns the functions for a node: for tensors, and for known arrays or None.
 
     Raises:
-        ExportError: If there is none.
+        ExportError: If the operator, or this version of it, is not supported.
     """
     _find_families()
     schema = schema_of(node.op_type, node.domain, node.opset)
     version = node.opset if schema is None else schema.since_version
+    # The newest registration takes precedence, also over this package's own function.
     for index in reversed(range(len(registered(node.domain, node.op_type)))):
-        own = _of_version([_entry("user", node.domain, node.op_type, index)], version)
-        if own is not None:
-            return own, None
+        user_operator = _of_version([_entry("user", node.domain, node.op_type, index)], version)
+        if user_operator is not None:
+            return user_operator, None
     if not node.domain and version > NEWEST:
         raise node.error(
             f"this version of the operator, {version}, is newer than this package, which knows opsets up to {NEWEST}: "
             "export the model for an older opset, or install a newer ort_trainer"
         )
-    found = _of_version(_operators[node.domain, node.op_type], version)
-    if found is not None:
-        return found, _of_version(_for_known[node.domain, node.op_type], version)
+    for_tensors = _of_version(_operators[node.domain, node.op_type], version)
+    if for_tensors is not None:
+        return for_tensors, _of_version(_for_known[node.domain, node.op_type], version)
     versions = [
         f"{o.since}" + (f" to {o.until}" if o.until else " and newer") for o in _operators[node.domain, node.op_type]
     ]
@@ -287,6 +292,7 @@ def find_operator(node: Node) -> tuple[Operator, Operator | None]:
 
 
 def _of_version(entries: list[Operator], version: int) -> Operator | None:
+    """Returns the function that computes this version of an operator, or None."""
     for entry in entries:
         if entry.since <= version and (entry.until is None or version <= entry.until):
             return entry
@@ -294,18 +300,18 @@ def _of_version(entries: list[Operator], version: int) -> Operator | None:
 
 
 def attributes_of(
-    node: Node, chosen: Operator, given: Mapping[str, ir.Attr], convert: Callable[[ir.Attr], Any]
+    node: Node, chosen: Operator, attributes: Mapping[str, ir.Attr], convert: Callable[[ir.Attr], Any]
 ) -> dict[str, Any]:
     """Returns the keyword arguments for a node's function: its attributes, and ONNX's defaults of others.
 
     Args:
         node: The node.
         chosen: The function.
-        given: The attributes that the node sets.
-        convert: Makes an attribute a value of Python.
+        attributes: The attributes that the node sets.
+        convert: Returns an attribute as a Python value.
 
     Raises:
-        ExportError: If the node sets an attribute that the function does not take, or lacks one that it requires.
+        ExportError: If the node sets an attribute that the function does not take, or lacks a required one.
     """
     schema = schema_of(node.op_type, node.domain, node.opset)
     defaults: dict[str, Any] = {}
@@ -313,7 +319,7 @@ def attributes_of(
         for name, attribute in schema.attributes.items():
             if attribute.default_value.type:
                 defaults[name] = convert(ir.serde.deserialize_attribute(attribute.default_value))
-    values = {name: convert(attribute) for name, attribute in given.items()}
+    values = {name: convert(attribute) for name, attribute in attributes.items()}
     for name, value in values.items():
         if name not in chosen.attributes and (name not in defaults or defaults[name] != value):
             raise node.error(
@@ -334,6 +340,7 @@ def with_mode(node: Node, training: bool) -> Node:
 
 @functools.cache
 def _find_families() -> None:
+    """Imports every module of ``operators/``, which registers the operators of its family."""
     package = importlib.import_module(f"{__package__}.operators")
     for module in pkgutil.iter_modules(package.__path__):
         importlib.import_module(f"{package.__name__}.{module.name}")

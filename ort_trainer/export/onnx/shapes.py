@@ -9,7 +9,7 @@ from .memory import without_data
 
 __all__ = ["dtype_of", "fixed_sizes", "infer_shapes", "known_shapes", "shape_of"]
 
-# ONNX propagates the values of shapes through all vectors, and takes 76 bytes for each element, known or not.
+# With data_prop, ONNX keeps the elements of every vector, known or not, and takes 76 bytes for each.
 _MOST_PROPAGATED = 1 << 22
 
 
@@ -26,28 +26,28 @@ def infer_shapes(model: ir.Model) -> None:
 
 
 def _elements(info: onnx.ValueInfoProto) -> int:
-    """Returns the number of elements of a vector; 0 for what is none."""
+    """Returns the number of elements of a vector; 0 for values of other ranks."""
     dims = info.type.tensor_type.shape.dim
     return int(dims[0].dim_value) if len(dims) == 1 else 0
 
 
 def fixed_sizes(model: ir.Model) -> ir.Model:
-    """Returns the model, with the sizes of its inputs that a weight fixes, though the file names them.
+    """Replaces named dimensions of inputs by the sizes that weights require, in place, and returns the model.
 
-    torch.onnx writes names for all dimensions that its user called dynamic, the features of a linear layer too.
+    torch.onnx names every dimension that its user declared dynamic, even the features of a linear layer.
     """
     inputs = {str(value.name) for value in model.graph.inputs}
     for node in model.graph:
         if node.domain or len(node.inputs) < 2:
             continue
-        given, weight = node.inputs[:2]
-        if given is None or weight is None or given.name not in inputs or not given.shape or not weight.shape:
+        x, weight = node.inputs[:2]
+        if x is None or weight is None or x.name not in inputs or not x.shape or not weight.shape:
             continue
         attributes, sizes = node.attributes, weight.shape
         if node.op_type == "Gemm":
             axis, size = 1 - attributes.get_int("transA", 0), sizes[attributes.get_int("transB", 0)]
         elif node.op_type == "MatMul" and len(sizes) == 2:
-            axis, size = len(given.shape) - 1, sizes[0]
+            axis, size = len(x.shape) - 1, sizes[0]
         elif node.op_type == "Conv" and isinstance(sizes[1], int):
             axis, size = 1, sizes[1] * attributes.get_int("group", 1)
         elif node.op_type == "BatchNormalization":
@@ -55,27 +55,27 @@ def fixed_sizes(model: ir.Model) -> ir.Model:
         else:
             continue
         if isinstance(size, int):
-            given.shape = ir.Shape([size if place == axis else old for place, old in enumerate(given.shape)])
+            x.shape = ir.Shape([size if place == axis else old for place, old in enumerate(x.shape)])
     return model
 
 
 def known_shapes(model: ir.Model) -> dict[str, tuple[int | str | None, ...] | None]:
     """Returns the shapes of a model's inputs and outputs by name.
 
-    Where ONNX infers a size of an output from the inputs, that holds: a file may give the same size another name.
+    A size of an output that ONNX infers from the inputs takes precedence: a file may give the same size another name.
     """
     blank = model.clone()
     for value in blank.graph.outputs:
         if value not in blank.graph.inputs:
             value.shape = None
     infer_shapes(blank)
-    found = {str(value.name): shape_of(value) for value in blank.graph.inputs}
+    shapes = {str(value.name): shape_of(value) for value in blank.graph.inputs}
     for value, inferred in zip(model.graph.outputs, blank.graph.outputs, strict=True):
-        said, better = shape_of(value), shape_of(inferred)
-        if said is not None and better is not None and len(said) == len(better):
-            better = tuple(new or old for new, old in zip(better, said, strict=True))
-        found[str(value.name)] = said if better is None else better
-    return found
+        declared_shape, inferred_shape = shape_of(value), shape_of(inferred)
+        if declared_shape is not None and inferred_shape is not None and len(declared_shape) == len(inferred_shape):
+            inferred_shape = tuple(new or old for new, old in zip(inferred_shape, declared_shape, strict=True))
+        shapes[str(value.name)] = declared_shape if inferred_shape is None else inferred_shape
+    return shapes
 
 
 def dtype_of(value: ir.Value) -> ir.DataType:

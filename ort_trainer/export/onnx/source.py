@@ -1,4 +1,4 @@
-"""An ONNX model as a source of training graphs: it becomes a module, and goes the way of any other."""
+"""An ONNX model as a source of training graphs: it becomes a module, which is exported as any other."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ __all__ = ["OnnxSource", "is_onnx_model"]
 
 
 def is_onnx_model(model: object) -> bool:
-    """Returns whether a value is an ONNX model, or can be the path of one."""
+    """Returns whether a value is an ONNX model, or a possible path of one."""
     return isinstance(model, (OnnxModel, onnx.ModelProto, str, os.PathLike))
 
 
 class OnnxSource(TorchSource):
-    """An ONNX model, whose module nobody else can change."""
+    """An ONNX model. Its module is private, so nothing else can change it between steps."""
 
     _model: OnnxModule
 
@@ -52,13 +52,13 @@ class OnnxSource(TorchSource):
     def describe(
         self, batch: Named, layouts: Mapping[str, Layout], parameters: Mapping[str, torch.Tensor]
     ) -> ModelDescription:
-        """Returns a description derived from the model, and for labels from a sample batch."""
+        """Returns a description derived from the model, with the labels of a sample batch."""
         self._refuse_layouts([entry for entry in layouts.items() if entry[1][0] != "tensor"])
         return describe_onnx(self._loaded, self._loss_fn, batch, outputs=self._model.outputs)
 
     def blank_batch(self, description: ModelDescription) -> dict[str, torch.Tensor]:
         """Returns a batch of zeros; see the base class."""
-        if self._loss_fn is not None:  # its label can be anything
+        if self._loss_fn is not None:  # the model does not determine the dtype of its label
             return super().blank_batch(description)
         dtypes = input_dtypes(self._loaded)
         sizes = {e.name: [size if isinstance(size, int) else 2 for size in e.shape] for e in description.inputs}
@@ -87,7 +87,7 @@ class OnnxSource(TorchSource):
         return _Builder(dataclasses.replace(built, step=step), input_dtypes(self._loaded))
 
     def own_model(self, tensors: Named, outputs: Sequence[str] | None) -> ir.Model:
-        """Returns the model as it came, with other weights; see the base class."""
+        """Returns the model of the file, node for node, with other weights; see the base class."""
         in_file = self._model.names
         values = {in_file[name]: tensor for name, tensor in tensors.items()}
         return with_weights(self._loaded, values, [in_file[name] for name in self.trainable], outputs)
@@ -100,7 +100,7 @@ class OnnxSource(TorchSource):
 
 @dataclasses.dataclass(frozen=True)
 class _Builder:
-    """Checks the dtypes of a batch, which the nodes of an ONNX model do not convert.
+    """Checks the dtypes of a batch before it builds graphs: nodes of ONNX do not convert between dtypes.
 
     Attributes:
         builder: The builder for the model's module.
@@ -125,10 +125,10 @@ class _Builder:
             ExportError: If the model can't be exported.
         """
         for name, value in batch.items():
-            wanted = self.dtypes.get(name, value.dtype)
-            if value.dtype != wanted:
+            dtype = self.dtypes.get(name, value.dtype)
+            if value.dtype != dtype:
                 raise TypeError(
-                    f"input {name!r} has dtype {value.dtype}, but the ONNX model takes {wanted}: use .to({wanted})"
+                    f"input {name!r} has dtype {value.dtype}, but the ONNX model takes {dtype}: use .to({dtype})"
                 )
         return self.builder.build(batch, training, fetched, padded, branching)
 

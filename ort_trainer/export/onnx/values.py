@@ -1,8 +1,8 @@
 """The values that flow through an imported model: tensors, and numbers that are known while it is traced.
 
-A known value is a NumPy array. One of dtype ``object`` holds symbolic sizes, as Shape returns them; others hold
-constants of the model. What is computed from known values alone stays known, until an operator needs a tensor: so one
-graph serves all sizes.
+A known value is a NumPy array. An array of dtype ``object`` holds symbolic sizes, as Shape returns them; other arrays
+hold constants of the model. The result of an operator is known if all its inputs are, until an operator needs a tensor.
+Sizes therefore stay symbolic, and one graph serves all sizes.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 from ...core.errors import ExportError
 
 __all__ = [
+    "NOT_IN_NUMPY",
     "Known",
     "Number",
     "Value",
@@ -24,7 +25,7 @@ __all__ = [
     "integers",
     "is_known",
     "is_traced",
-    "known",
+    "known_array",
     "numbers",
     "tensor_of",
     "torch_dtype",
@@ -46,8 +47,7 @@ _WIDER = {
     ir.DataType.UINT2: torch.uint8,
     ir.DataType.FLOAT4E2M1: torch.float8_e4m3fn,
 }
-# Types that NumPy lacks, and their bits.
-_BITS: dict[torch.dtype, Any] = {
+NOT_IN_NUMPY: dict[torch.dtype, Any] = {
     torch.bfloat16: np.int16,
     torch.float8_e4m3fn: np.uint8,
     torch.float8_e4m3fnuz: np.uint8,
@@ -55,16 +55,17 @@ _BITS: dict[torch.dtype, Any] = {
     torch.float8_e5m2fnuz: np.uint8,
     torch.float8_e8m0fnu: np.uint8,
 }
-# Of PyTorch's allocator on the CPU, in bytes.
+"""Types that NumPy lacks -> the type in which NumPy can hold their bits."""
+# The alignment of PyTorch's allocator on the CPU, in bytes. Memory that lacks it is copied.
 _ALIGNMENT = 64
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 class Refusing(Protocol):
-    """What makes errors: a node of the model."""
+    """Whatever makes errors that name a node, such as :class:`~.registry.Node`."""
 
     def error(self, reason: str) -> ExportError:
-        """Returns the error that names the node."""
+        """Returns an error that names the node."""
         ...
 
 
@@ -86,36 +87,38 @@ def torch_dtype(dtype: ir.DataType | int) -> torch.dtype:
 
 
 def tensor_of(
-    tensor: ir.TensorProtocol, made: dict[tuple[int, int, ir.DataType], torch.Tensor] | None = None
+    tensor: ir.TensorProtocol, flat_tensors: dict[tuple[int, int, ir.DataType], torch.Tensor] | None = None
 ) -> torch.Tensor:
-    """Returns a tensor of the model, in memory that is aligned as PyTorch's is; it may be that of the argument.
+    """Returns a tensor of the model as PyTorch's, sharing its memory if that is writable and aligned.
 
     Args:
         tensor: The tensor.
-        made: The results of other calls, which those for the same memory share.
+        flat_tensors: The flat results of earlier calls, by address, bytes and type: tensors that share memory in the
+            model share it here too. Updated in place.
     """
     raw = getattr(tensor, "raw", None)
     key = (raw.ctypes.data, raw.nbytes, tensor.dtype) if isinstance(raw, np.ndarray) else (0, 0, tensor.dtype)
-    if made is None or key not in made:
+    if flat_tensors is None or key not in flat_tensors:
         flat = _flat(tensor)
-        if made is None or not key[0]:
+        if flat_tensors is None or not key[0]:
             return flat.reshape(tensor.shape.numpy())
-        made[key] = flat
-    return made[key].reshape(tensor.shape.numpy())
+        flat_tensors[key] = flat
+    return flat_tensors[key].reshape(tensor.shape.numpy())
 
 
 def _flat(tensor: ir.TensorProtocol) -> torch.Tensor:
+    """Returns the elements of a tensor of the model, in one dimension."""
     dtype = torch_dtype(tensor.dtype)
     values = np.ascontiguousarray(tensor.numpy()).reshape(-1)
     if tensor.dtype == ir.DataType.FLOAT4E2M1:
         return torch.tensor(values.astype(np.float32)).to(dtype)
     if tensor.dtype in _WIDER:
         return torch.tensor(values.astype(np.int8 if dtype == torch.int8 else np.uint8))
-    if dtype in _BITS:
-        values = values.view(_BITS[dtype])
+    if dtype in NOT_IN_NUMPY:
+        values = values.view(NOT_IN_NUMPY[dtype])
     shared = values.flags.writeable and values.ctypes.data % _ALIGNMENT == 0
-    found = torch.from_numpy(values) if shared else torch.tensor(values)
-    return found.view(dtype) if dtype in _BITS else found
+    stored = torch.from_numpy(values) if shared else torch.tensor(values)
+    return stored.view(dtype) if dtype in NOT_IN_NUMPY else stored
 
 
 def is_known(value: Value) -> TypeGuard[Known]:
@@ -123,7 +126,7 @@ def is_known(value: Value) -> TypeGuard[Known]:
     return isinstance(value, np.ndarray)
 
 
-def known(values: Any) -> Known:
+def known_array(values: Any) -> Known:
     """Returns numbers as a known array: of int64, float32 or bool, or of objects if one is symbolic.
 
     Args:
@@ -140,7 +143,7 @@ def known(values: Any) -> Known:
 
 
 def _objects(values: Any) -> Known:
-    """Returns an array of objects; NumPy itself would look into symbolic numbers."""
+    """Returns an array of objects; ``np.array`` would try to convert symbolic numbers."""
     if not isinstance(values, (list, tuple)):
         array = np.empty((), dtype=object)
         array[()] = values
@@ -175,8 +178,8 @@ def integers(value: Value, what: str, node: Refusing) -> list[Any]:
     """Returns integers that an operator needs as numbers, such as the sizes for Reshape, as a list.
 
     Args:
-        value: A known array or a tensor, whose values can be read only outside of a trace.
-        what: What they are, for the error.
+        value: A known array or a tensor. The values of a tensor can't be read in a trace.
+        what: The name of the numbers in the error.
         node: The node.
 
     Raises:
@@ -191,6 +194,7 @@ def numbers(value: Value, what: str, node: Refusing) -> list[Any]:
 
 
 def _entries(value: Value, what: str, node: Refusing) -> Iterable[Any]:
+    """Returns the elements of a known array, or of a tensor outside a trace, as numbers."""
     if is_known(value):
         return list(value.reshape(-1))
     if isinstance(value, torch.Tensor) and not is_traced(value):
@@ -202,11 +206,12 @@ def _entries(value: Value, what: str, node: Refusing) -> Iterable[Any]:
 
 
 def is_traced(tensor: torch.Tensor) -> bool:
-    """Returns whether a tensor stands for those of all batches, so that it has no values to look at."""
+    """Returns whether a tensor is a tracer that stands for any batch, so that its values can't be read."""
     return type(tensor) not in (torch.Tensor, torch.nn.Parameter)
 
 
 def _integer(entry: Any) -> Any:
+    """Returns a number as an int or SymInt."""
     if isinstance(entry, torch.SymFloat):
         return torch.sym_int(entry)  # type: ignore[no-untyped-call]
     return entry if isinstance(entry, torch.SymInt) else int(entry)

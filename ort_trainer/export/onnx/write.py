@@ -1,4 +1,4 @@
-"""Writes a model as it came, node for node, with other weights."""
+"""Writes a loaded model again, node for node, with other weights."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ def with_weights(
         loaded: The model; it is not changed.
         values: The weights and running statistics by name, of any floating-point dtype.
         trained: Names of the weights that are trained.
-        outputs: Names of outputs, for a model in inference form that has only these, and the nodes and inputs that they
-            need. None for the whole model, whose nodes stay in the mode in which they are.
+        outputs: Names of outputs, to return a model in inference form with only these outputs and the nodes and inputs
+            that they need. None for the whole model, whose nodes keep their modes.
     """
     model = loaded.file.clone()
     model.ir_version = max(model.ir_version or 0, 4)  # before, initializers had to be inputs too
     graph = model.graph
-    known: dict[str, Any] = json.loads(model.metadata_props.get(WEIGHTS, "{}"))
+    recorded: dict[str, Any] = json.loads(model.metadata_props.get(WEIGHTS, "{}"))
     frozen = [name for name in loaded.parameters if name not in trained]
-    buffers = dict.fromkeys([*loaded.buffers, *known.get("buffers", ())])
+    buffers = dict.fromkeys([*loaded.buffers, *recorded.get("buffers", ())])
     model.metadata_props[WEIGHTS] = json.dumps({"trained": list(trained), "frozen": frozen, "buffers": list(buffers)})
     weights = [value for value in graph.inputs if value.name in values]
-    kept = [value for value in graph.inputs if value.name not in values]
+    batch_inputs = [value for value in graph.inputs if value.name not in values]
     graph.inputs.clear()
-    graph.inputs.extend(kept)
+    graph.inputs.extend(batch_inputs)
     dtypes = {name: tensor.dtype for name, tensor in [*loaded.parameters.items(), *loaded.buffers.items()]}
     for value in weights:
         name = str(value.name)
@@ -60,7 +60,7 @@ def with_weights(
 
 
 def _add_outputs(graph: ir.Graph, described: Sequence[ir.Value]) -> None:
-    """Makes values outputs that are inputs of a map in the file."""
+    """Makes the tensors outputs that the file passes to a ZipMap, whose map was its output."""
     values = ir.convenience.create_value_mapping(graph)
     for output in described:
         value = values[str(output.name)]
@@ -70,6 +70,10 @@ def _add_outputs(graph: ir.Graph, described: Sequence[ir.Value]) -> None:
 
 
 def _to_inference_form(node: ir.Node) -> None:
+    """Switches a Dropout or BatchNormalization to inference, in place.
+
+    The outputs of new running statistics are replaced by the statistics themselves: inputs 3 and 4, mean and variance.
+    """
     if node.domain not in ("", "ai.onnx"):
         return
     if node.op_type == "Dropout" and len(node.inputs) > 2:

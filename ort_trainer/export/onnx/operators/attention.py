@@ -66,8 +66,10 @@ def _attention(
         inside = torch.arange(k.shape[2]) < lengths.reshape(-1, 1, 1, 1)
         allowed = inside if allowed is None else allowed & inside
     bias = _bias(mask, allowed, q, k.shape[2])
+    # As ONNX defines it, for numerical stability: q and k are scaled by the root each, instead of the scores.
     root = math.sqrt(scale)
     scores = (q * root) @ (k * root).transpose(2, 3)
+    # What the fourth output returns, by qk_matmul_output_mode.
     steps = [scores]
     scores = softcap * torch.tanh(scores / softcap) if softcap > 0 else scores
     steps.append(scores)
@@ -82,29 +84,29 @@ def _attention(
 
 
 def heads(x: _Tensor, count: int) -> _Tensor:
-    """Divides the last of three dimensions into heads, which become the second."""
+    """Splits the last dimension into heads: (batch, time, heads * width) -> (batch, heads, time, width)."""
     return x.reshape(x.shape[0], x.shape[1], count, x.shape[2] // count).transpose(1, 2)
 
 
 def flattened(x: _Tensor) -> _Tensor:
-    """Joins the heads again."""
+    """Joins the heads: (batch, heads, time, width) -> (batch, time, heads * width)."""
     return x.transpose(1, 2).flatten(2)
 
 
 def repeated(x: _Tensor, count: int) -> _Tensor:
-    """Repeats each head of keys or values for the heads of queries that share it."""
+    """Repeats each head of keys or values for the query heads that share it."""
     return x if x.shape[1] == count else x.repeat_interleave(count // x.shape[1], 1)
 
 
 def visible(
     queries: Number, keys: Number, offset: Any, is_causal: bool, left: int = -1, right: int = -1
 ) -> _Tensor | None:
-    """Returns which keys each query may see; None if all.
+    """Returns the keys that each query may see, (queries, keys) or with the dimensions of ``offset``; None for all.
 
     Args:
         queries: The number of queries.
         keys: The number of keys.
-        offset: How many keys are before the first query: a number, or one for each entry of the batch, B x 1 x 1 x 1.
+        offset: The number of keys before the first query: one number, or one per batch entry, (batch, 1, 1, 1).
         is_causal: Whether queries see no later keys.
         left: How many earlier keys they see; -1 for all.
         right: How many later keys they see; -1 for all.
@@ -119,19 +121,19 @@ def visible(
 
 
 def _bias(mask: _Tensor | None, allowed: _Tensor | None, q: _Tensor, keys: Number) -> _Tensor | None:
-    """Returns what is added to the scores: the mask, and minus infinity where a query may not see a key."""
+    """Returns the bias of the scores: the mask, and minus infinity where a query may not see a key."""
     if mask is None:
         return None if allowed is None else torch.zeros_like(allowed, dtype=q.dtype).masked_fill(~allowed, _INFINITY)
     if mask.dtype == torch.bool:
         mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, _INFINITY)
-    # A mask may be for the first keys only.
+    # A mask may cover the first keys only; the others are hidden.
     mask = padded(mask, [0], [keys - mask.shape[-1]], _INFINITY)
     return mask if allowed is None else mask.masked_fill(~allowed, _INFINITY)
 
 
 @operator("ScaledDotProduct", domain=DOMAIN)
 def _scaled_dot_product(q: _Tensor, k: _Tensor, v: _Tensor, mask: _Tensor | None) -> _Tensor:
-    """Computes the attention of nodes that were joined: k is transposed, and the scores are not scaled."""
+    """Computes attention for nodes joined by ``joins.py``: k comes transposed, and the scores are not scaled."""
     is_batch = q.dim() == k.dim() == v.dim() >= 3 and q.shape[:-2] == k.shape[:-2] == v.shape[:-2]
     if is_batch and (mask is None or _fits(mask, [*q.shape[:-1], k.shape[-1]])):
         return F.scaled_dot_product_attention(q, k.transpose(-1, -2), v, mask, scale=1.0)
@@ -143,13 +145,17 @@ def _scaled_dot_product(q: _Tensor, k: _Tensor, v: _Tensor, mask: _Tensor | None
 
 
 def _fits(mask: _Tensor, shape: Sequence[Number]) -> bool:
-    """Returns whether a mask can be broadcast to the shape of the scores, without making them larger."""
+    """Returns whether a mask broadcasts to the shape of the scores, without enlarging it."""
     sizes = zip(reversed(mask.shape), reversed(shape), strict=False)
     return 2 <= mask.dim() <= len(shape) and all((isinstance(a, int) and a == 1) or a == b for a, b in sizes)
 
 
 def guarded_softmax(scores: _Tensor, bias: _Tensor | None) -> _Tensor:
-    """Returns the softmax over keys, with zeros for queries that see no key; their gradient is zero too."""
+    """Returns the softmax over keys, with zeros for queries that see no key.
+
+    For such a query all scores are -inf, and their softmax is NaN. They are replaced before the softmax too, so that
+    the gradient is zero instead of NaN.
+    """
     if bias is None:
         return torch.softmax(scores, -1)
     blind = (bias == _INFINITY).all(-1, keepdim=True)
@@ -187,7 +193,7 @@ def rotated(x: _Tensor, cosines: _Tensor, sines: _Tensor, interleaved: bool, siz
         cosines: The cosines of the angles, broadcast to half of the rotated elements.
         sines: The sines.
         interleaved: Whether a pair are neighbours; otherwise one is in the first half and one in the second.
-        size: How many elements are rotated, the first; 0 for all.
+        size: The number of leading elements that are rotated; 0 for all.
     """
     size = size or x.shape[-1]
     part, rest = x[..., :size], x[..., size:]
@@ -229,9 +235,11 @@ def _linear_attention(
     )
     size, scale = queries.shape[3], scale or 1 / math.sqrt(queries.shape[3])
     state = values.new_zeros([batch, kv_num_heads, size, values.shape[3]]) if past is None else past.to(kind)
-    # Batch x heads x steps x 1, or as many as the keys have elements.
+    # (batch, heads, time, 1), or (batch, heads, time, width of keys).
     factors = None if decay is None else heads(decay, kv_num_heads).to(kind).exp()
     rates = None if rate is None else rate.to(kind).transpose(1, 2).unsqueeze(3)
+    # State S (batch, heads, key width, value width); in each step, with g = exp(decay), rate b, key k and value v:
+    # S = g S;  v = b (v - S^T k) for the delta rule;  S = S + k v^T;  output = scale q^T S.
     outputs = []
     for t in range(q.shape[1]):
         if factors is not None:

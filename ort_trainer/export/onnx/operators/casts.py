@@ -1,4 +1,4 @@
-"""Casts between types, with saturation and the rounding of types that PyTorch casts to in another way."""
+"""Casts between types, with ONNX's saturation and rounding where PyTorch's differ."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..values import Known, as_tensor, is_known, torch_dtype
 _Tensor = torch.Tensor
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz)
 _WITH_INFINITY = (torch.float8_e5m2,)
-# Integers of few bits are kept in types of 8 bits.
+# Integers of fewer than 8 bits, and their bits: tensors store them in 8-bit integers.
 _SMALL = {ir.DataType.INT4: 4, ir.DataType.UINT4: 4, ir.DataType.INT2: 2, ir.DataType.UINT2: 2}
 
 
@@ -46,7 +46,7 @@ _OF_NUMPY = (
 
 
 def int_of(value: Any) -> Any:
-    """Returns a number, symbolic or not, without what follows the point."""
+    """Returns a number, symbolic or not, truncated to an integer."""
     return value if isinstance(value, (int, torch.SymInt)) else torch.sym_int(value)  # type: ignore[no-untyped-call]
 
 
@@ -57,13 +57,13 @@ def _each(function: Any, values: Known) -> Known:
     return result
 
 
-@operator("CastLike", since=15, known=(0,))
+@operator("CastLike", since=15, known_inputs=(0,))
 def _cast_like(x: Any, like: _Tensor, *, saturate: int = 1, round_mode: str = "up", node: Node) -> Any:
     kind = node.input_type(1) or ir.tensor_adapters.from_torch_dtype(like.dtype)
     if is_known(x):
-        found = _cast_known(x, to=kind)
-        if found is not NotImplemented:
-            return found
+        cast_array = _cast_known(x, to=kind)
+        if cast_array is not NotImplemented:
+            return cast_array
     return cast(as_tensor(x), kind, bool(saturate), round_mode, node)
 
 
@@ -73,7 +73,7 @@ def cast(x: _Tensor, kind: ir.DataType, saturate: bool, round_mode: str, node: N
     Args:
         x: The tensor.
         kind: The type.
-        saturate: Whether what is too large for a type of 8 bits becomes its largest number.
+        saturate: Whether numbers beyond the range of an 8-bit float become its largest number, instead of inf or NaN.
         round_mode: How to round to float8e8m0: up, down or nearest.
         node: The node, for errors.
     """
@@ -92,7 +92,7 @@ def cast(x: _Tensor, kind: ir.DataType, saturate: bool, round_mode: str, node: N
 
 
 def _to_small_integer(x: _Tensor, kind: ir.DataType) -> _Tensor:
-    """Keeps the lowest bits, with sign."""
+    """Keeps the lowest bits, as two's complement for signed types."""
     bits, dtype = _SMALL[kind], torch_dtype(kind)
     whole = x.to(torch.int64) & ((1 << bits) - 1)
     if dtype == torch.int8:
@@ -106,17 +106,18 @@ def _to_float4(x: _Tensor) -> _Tensor:
     size = x.abs()
     step = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0))
     rounded = torch.copysign((torch.round(size / step) * step).clamp(max=6), x)
-    return torch.where(torch.isnan(x), -0.0, rounded)  # there is no NaN
+    return torch.where(torch.isnan(x), -0.0, rounded)  # the type has no NaN
 
 
 def _to_float8(x: _Tensor, dtype: torch.dtype, saturate: bool) -> _Tensor:
+    """Rounds to an 8-bit float; without saturation, numbers beyond its range become inf, or NaN if it has no inf."""
     if not x.is_floating_point() or x.dtype.itemsize == 1:
         x = x.float()
     limit = torch.finfo(dtype).max
     if saturate:
         return torch.where(torch.isnan(x), x, x.clamp(-limit, limit)).to(dtype)
     rounded = x.to(dtype)
-    # PyTorch saturates in some releases, and not in others.
+    # Some releases of PyTorch saturate in the cast, others don't: numbers too large are replaced before the cast.
     beyond = (x.abs() > limit) & ((rounded.float().abs() >= limit) | torch.isnan(rounded.float()))
     too_large = beyond & (x.abs() >= limit + _half_step(dtype))
     outside = torch.where(x > 0, torch.inf, -torch.inf) if dtype in _WITH_INFINITY else torch.full_like(x, torch.nan)
@@ -124,7 +125,10 @@ def _to_float8(x: _Tensor, dtype: torch.dtype, saturate: bool) -> _Tensor:
 
 
 def _half_step(dtype: torch.dtype) -> float:
-    """Returns half the distance between the largest number of a type and what would be the next."""
+    """Returns half the distance between the largest number of a type and the next if there were one.
+
+    Numbers nearer than that to the largest are rounded to it: half of 2^(exponent - mantissa bits).
+    """
     limit = torch.finfo(dtype).max
     bits = 3 if dtype in (torch.float8_e4m3fn, torch.float8_e4m3fnuz) else 2
     exponent: int = int(np.floor(np.log2(limit)))
@@ -132,7 +136,7 @@ def _half_step(dtype: torch.dtype) -> float:
 
 
 def _to_e8m0(x: _Tensor, saturate: bool, round_mode: str, node: Node) -> _Tensor:
-    """Rounds to powers of two, which have no sign and no zero."""
+    """Rounds to float8e8m0, whose numbers are powers of two without a sign: the code is the exponent plus 127."""
     if round_mode not in ("up", "down", "nearest"):
         raise node.error(f"round_mode is {round_mode!r}, but must be 'up', 'down' or 'nearest'")
     size = x.float()

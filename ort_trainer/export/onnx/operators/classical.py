@@ -1,6 +1,6 @@
 """Operators of classical machine learning, as scikit-learn's pipelines have them before a linear model or a network.
 
-They compute what ONNX Runtime does, in fp32. Statistics, which are attributes, stay as they are.
+They compute what ONNX Runtime does, in fp32. Statistics are attributes of the nodes, and are not trained.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def _scaler(x: _Tensor, *, offset: list[float], scale: list[float]) -> _Tensor:
 @operator("Normalizer", domain=DOMAIN)
 def _normalizer(x: _Tensor, *, norm: str, node: Node) -> _Tensor:
     x = x.float()
-    if norm == "MAX":  # of the numbers, not of their magnitudes
+    if norm == "MAX":  # as in ONNX Runtime: the largest number, not the largest magnitude
         size = x.amax(-1, keepdim=True)
     elif norm in ("L1", "L2"):
         size = torch.linalg.vector_norm(x, int(norm[1]), -1, keepdim=True)

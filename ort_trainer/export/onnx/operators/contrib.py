@@ -1,7 +1,7 @@
 """Operators of ONNX Runtime's own domain, com.microsoft, which its optimizer writes: fused normalizations and products.
 
-ONNX has no schemas of them: defaults are those of ONNX Runtime's documentation. Its normalizations without a domain,
-SimplifiedLayerNormalization and LayerNormalization before opset 17, are here too.
+ONNX has no schemas for them, so defaults come from ONNX Runtime's documentation. Its normalizations in ONNX's own
+domain, SimplifiedLayerNormalization and LayerNormalization before opset 17, are here too.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ..registry import Node, operator
 from .convolution import convolved
 from .linear_algebra import gemm
 from .normalization import check_stash_type, layer_normalized, rms_normalized
-from .quantization import dequantized, quantized
+from .quantization import dequantized, quantized, zero_point_type
 
 _Tensor = torch.Tensor
 _DOMAIN = "com.microsoft"
@@ -138,7 +138,7 @@ def _fused_product(
 
 
 def _operand(x: _Tensor, transposed: int, with_batch: int) -> _Tensor:
-    # First the dimension before all others is made the last but one, then the last two are exchanged.
+    # transBatch moves the first dimension to the last but one; trans then exchanges the last two.
     x = x.movedim(0, -2) if with_batch else x
     return x.transpose(-2, -1) if transposed and x.dim() > 1 else x
 
@@ -183,7 +183,7 @@ def _fused_convolution(
     return _activated(y if added is None else y + added, activation, activation_params or [], node)
 
 
-# The functions with the defaults of their parameters.
+# Each activation function, with the defaults of its parameters.
 _ACTIVATIONS: dict[str, tuple[Callable[..., _Tensor], tuple[float, ...]]] = {
     "": (lambda x: x, ()),
     "Clip": (lambda x, low, high: x.clamp(low, high), (float("-inf"), float("inf"))),
@@ -220,12 +220,12 @@ def _product_with_few_bits(
     block_size: int,
     node: Node,
 ) -> _Tensor:
-    """Multiplies with a frozen weight of few bits: only the input and the bias have a gradient."""
+    """Multiplies by a frozen weight of few bits: only the input and the bias have a gradient."""
     if bits not in (2, 4, 8):
         raise node.error(f"bits is {bits}, but must be 2, 4 or 8")
     blocks = -(-K // block_size)
     weight = _unpacked(packed.reshape(N, blocks, -1), bits).to(x.dtype)
-    if zeros is None:
+    if zeros is None:  # the default zero point is the middle of the range
         weight = weight - 2 ** (bits - 1)
     elif zeros.is_floating_point():
         weight = weight - zeros.reshape(N, blocks, 1).to(x.dtype)
@@ -255,7 +255,5 @@ def _dequantize(
 def _quantize(
     x: _Tensor, scale: _Tensor, zero: _Tensor | None, *, axis: int = 1, block_size: int = 0, node: Node
 ) -> _Tensor:
-    wanted = ir.DataType.UINT8
-    if zero is not None:
-        wanted = node.input_type(2) or ir.tensor_adapters.from_torch_dtype(zero.dtype)
-    return quantized(x, scale, zero, axis, block_size, wanted, node)
+    output_type = ir.DataType.UINT8 if zero is None else zero_point_type(node, 2, zero)
+    return quantized(x, scale, zero, axis, block_size, output_type, node)

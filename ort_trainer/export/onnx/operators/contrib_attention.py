@@ -65,6 +65,7 @@ def _multi_head_attention(
     unidirectional: int = 0,
     node: Node,
 ) -> tuple[_Tensor, ...]:
+    # Packed, (batch, time, heads, 3 or 2, width): queries, keys and values, or keys and values, in one tensor.
     if query.dim() == 5 or key is None:
         if query.dim() != 5:
             raise node.error("without keys, its query must have five dimensions")
@@ -78,7 +79,7 @@ def _multi_head_attention(
         of_query, of_key, of_value = torch.split(bias, [size, size, last])
         query = query + of_query
         key, value = (key + of_key, value + of_value) if key.dim() == 3 else (key, value)
-    # Keys and values with four dimensions have their heads already.
+    # Keys and values with four dimensions are already split into heads.
     q = heads(query, num_heads)
     k, v = (x if x.dim() == 4 else heads(x, num_heads) for x in (key, value))
     offset: Any = 0
@@ -149,15 +150,15 @@ def _attended(
     """Computes attention, and joins the heads.
 
     Args:
-        q: The queries, B x heads x S x H.
+        q: The queries, (batch, heads, time, width).
         k: The keys.
         v: The values.
-        scale: What the scores are multiplied by; 0 for one by the root of the size of heads.
+        scale: The factor of the scores; 0 for 1 / sqrt(width).
         is_causal: Whether queries see no later keys.
-        offset: How many keys are before the first query.
-        hidden: What is added to the scores to hide keys, or None.
-        added: What is added besides, or None.
-        softcap: The greatest score; 0 for none.
+        offset: The number of keys before the first query.
+        hidden: A bias of the scores that hides keys, or None.
+        added: Another bias of the scores, or None.
+        softcap: The limit of the scores, softcap * tanh(scores / softcap); 0 for none.
     """
     bias = hidden if added is None else added if hidden is None else hidden + added
     allowed = visible(q.shape[2], k.shape[2], offset, is_causal)
@@ -173,7 +174,14 @@ def _attended(
 
 
 def _hidden(mask: _Tensor | None, k: _Tensor, value: float, node: Node) -> _Tensor | None:
-    """Returns what hides keys: of 1 and 0 for keys, B x S or B x queries x S, or the lengths of sequences, B."""
+    """Returns the bias of the scores that hides masked keys.
+
+    Args:
+        mask: 1 for keys to see and 0 for others, (batch, keys) or (batch, queries, keys); or lengths, (batch).
+        k: The keys, (batch, heads, keys, width).
+        value: The bias of a hidden key.
+        node: The node, for errors.
+    """
     if mask is None:
         return None
     if mask.dim() == 1:
@@ -208,7 +216,7 @@ def _rotary_embedding(
     if rotary_embedding_dim and not num_heads:
         raise node.error("with rotary_embedding_dim, num_heads is needed")
     split = x if x.dim() == 4 else heads(x, num_heads or x.shape[2] // size)
-    # One position is that of the first token.
+    # A single position is that of the first token.
     places = positions + torch.arange(split.shape[2]).unsqueeze(0) if positions.dim() == 1 else positions
     of_places = cosines[places.long()].unsqueeze(1), sines[places.long()].unsqueeze(1)
     y = rotated(split, *of_places, bool(interleaved), size)

@@ -1,7 +1,8 @@
 """Conditions and loops.
 
-What is known while the model is traced is decided and unrolled then. For a condition on a batch's values, both branches
-are computed, and the results of one are selected: ``torch.cond`` would have to be supported by all that follows.
+Conditions and trip counts that are known during the trace are decided and unrolled. For a condition on a batch's
+values, both branches are computed, and the results of one are selected: ``torch.cond`` would need support in every
+later stage.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from ..values import Value, as_tensor, integers, is_traced
 _Tensor = torch.Tensor
 
 
-@operator("If", known=True)
+@operator("If", known_inputs=True)
 def _if(condition: Value, *, then_branch: Body, else_branch: Body, node: Node) -> tuple[Value, ...]:
     if isinstance(condition, _Tensor) and is_traced(condition):
         return _by_batch(condition, then_branch, else_branch, node)
@@ -26,7 +27,7 @@ def _if(condition: Value, *, then_branch: Body, else_branch: Body, node: Node) -
 
 
 def _by_batch(condition: _Tensor, then_branch: Body, else_branch: Body, node: Node) -> tuple[Value, ...]:
-    """Runs both branches, and selects the results of the one that a batch's values choose."""
+    """Runs both branches, and selects the results of one by the values of the batch."""
     if node.training and (then_branch.updates_statistics or else_branch.updates_statistics):
         raise node.error(
             "its condition depends on the values of a batch, and a branch has a BatchNormalization, whose running "
@@ -35,7 +36,7 @@ def _by_batch(condition: _Tensor, then_branch: Body, else_branch: Body, node: No
     chosen = condition.reshape(())
     results = []
     for branch, taken in ((then_branch, chosen), (else_branch, ~chosen)):
-        # No gradient flows through the other branch: it may be infinite there, and infinite times zero is NaN.
+        # No gradient may flow through the branch not taken: an infinite one, times zero, would be NaN.
         outside = {
             number: torch.where(taken, value, value.detach()) if value.is_floating_point() else value
             for number, value in branch.outside_tensors()
@@ -57,7 +58,7 @@ def _by_batch(condition: _Tensor, then_branch: Body, else_branch: Body, node: No
 
 
 def _known_condition(condition: Value, node: Node) -> bool:
-    """Returns whether to go on; None means yes."""
+    """Returns whether a loop continues; an absent condition means yes."""
     if condition is None:
         return True
     if isinstance(condition, _Tensor) and is_traced(condition):
@@ -68,7 +69,7 @@ def _known_condition(condition: Value, node: Node) -> bool:
     return bool(condition.reshape(-1)[0])
 
 
-@operator("Loop", known=True)
+@operator("Loop", known_inputs=True)
 def _loop(count: Value, condition: Value, *initial: Value, body: Body, node: Node) -> tuple[Value, ...]:
     limit = None if count is None else int(integers(count, "its trip count", node)[0])
     carried, scanned = list(initial), [[] for _ in range(body.outputs - 1 - len(initial))]  # type: ignore[var-annotated]
@@ -85,10 +86,11 @@ def _loop(count: Value, condition: Value, *initial: Value, body: Body, node: Nod
 
 
 def _stacked(values: list[_Tensor], body: Body, output: int, axis: int = 0) -> _Tensor:
+    """Returns the scanned output of all iterations; without iterations an empty tensor of its dtype."""
     return torch.stack(values, axis) if values else torch.empty((0,), dtype=body.dtype(output))
 
 
-@operator("Scan", since=9, known=True)
+@operator("Scan", since=9, known_inputs=True)
 def _scan(
     *inputs: Value,
     body: Body,
@@ -116,6 +118,7 @@ def _scan(
 def _scanned(
     body: Body, carried: list[Value], sequences: Sequence[_Tensor], axes: Sequence[int]
 ) -> tuple[list[Value], list[list[_Tensor]]]:
+    """Runs the body over slices of the sequences; returns the final states, and each scanned output of all steps."""
     states = len(carried)
     scanned: list[list[_Tensor]] = [[] for _ in range(body.outputs - states)]
     for parts in zip(*(x.unbind(axis) for x, axis in zip(sequences, axes, strict=True)), strict=True):
@@ -126,7 +129,7 @@ def _scanned(
     return carried, scanned
 
 
-@operator("Scan", until=8, known=True)
+@operator("Scan", until=8, known_inputs=True)
 def _scan_of_batches(
     lengths: Value, *inputs: Value, body: Body, num_scan_inputs: int, directions: list[int] | None = None, node: Node
 ) -> tuple[Value, ...]:

@@ -1,4 +1,4 @@
-"""Convolutions, transposed convolutions, and what moves patches of images."""
+"""Convolutions, transposed and deformable convolutions, and patches of images."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from .sampling import bilinear
 from .windows import greatest, padded, same_pads, windows_of
 
 _Tensor = torch.Tensor
-_CONVOLUTIONS: Any = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
+CONVOLUTIONS: Any = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
+"""Number of spatial dimensions -> PyTorch's convolution."""
 _TRANSPOSED: Any = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
 
 
@@ -69,7 +70,7 @@ def convolved(
     padding = windows.before
     if not windows.symmetric:
         x, padding = padded(x, windows.before, windows.after), [0] * len(padding)
-    result: _Tensor = _CONVOLUTIONS[len(padding)](x, weight, bias, windows.strides, padding, windows.dilations, group)
+    result: _Tensor = CONVOLUTIONS[len(padding)](x, weight, bias, windows.strides, padding, windows.dilations, group)
     return result
 
 
@@ -97,7 +98,8 @@ def _transposed_convolution(
     _check_kernel(weight, kernel_shape, node)
     windows = windows_of(node, x, weight.shape[2:], strides, dilations, "VALID", None)
     rank = len(windows.sizes)
-    more: list[Number] = list(output_padding or [0] * rank)
+    extra_padding: list[Number] = list(output_padding or [0] * rank)
+    # The output's size without padding.
     full = [
         (size - 1) * stride + extent
         for size, stride, extent in zip(windows.sizes, windows.strides, windows.extents, strict=True)
@@ -106,31 +108,35 @@ def _transposed_convolution(
         shape = (output_shape or [size * stride for size, stride in zip(windows.sizes, windows.strides, strict=True)])[
             -rank:
         ]
-        excess = [size + extra - wanted for size, extra, wanted in zip(full, more, shape, strict=True)]
+        excess = [size + extra - target for size, extra, target in zip(full, extra_padding, shape, strict=True)]
         before, after = same_pads(
             node,
             [greatest(total, 0) for total in excess],
             auto_pad if auto_pad == "SAME_UPPER" else "SAME_LOWER",
         )
-        # What is missing from the shape is added at the end.
-        more = [extra + greatest(-total, 0) for extra, total in zip(more, excess, strict=True)]
+        # An output shape beyond the full size is padded at the end.
+        extra_padding = [extra + greatest(-total, 0) for extra, total in zip(extra_padding, excess, strict=True)]
     else:
         if auto_pad not in ("NOTSET", "VALID"):
             same_pads(node, [], auto_pad)
-        given = pads if pads and auto_pad == "NOTSET" else [0] * (2 * rank)
-        before, after = list(given[:rank]), list(given[rank:])
+        explicit_pads = pads if pads and auto_pad == "NOTSET" else [0] * (2 * rank)
+        before, after = list(explicit_pads[:rank]), list(explicit_pads[rank:])
     transposed = _TRANSPOSED[rank]
-    known = all(isinstance(number, int) for number in (*before, *after, *more))
-    native = known and all(
+    # PyTorch requires the same padding on both sides, and less output padding than the stride or dilation.
+    has_fixed_pads = all(isinstance(number, int) for number in (*before, *after, *extra_padding))
+    native = has_fixed_pads and all(
         a == b >= 0 and extra < max(stride, step)
-        for a, b, extra, stride, step in zip(before, after, more, windows.strides, windows.dilations, strict=True)
+        for a, b, extra, stride, step in zip(
+            before, after, extra_padding, windows.strides, windows.dilations, strict=True
+        )
     )
     result: _Tensor
     if native:
-        result = transposed(x, weight, bias, windows.strides, before, more, group, windows.dilations)
+        result = transposed(x, weight, bias, windows.strides, before, extra_padding, group, windows.dilations)
         return result
+    # Otherwise computes the output without padding, then crops or extends it.
     result = transposed(x, weight, None, windows.strides, 0, 0, group, windows.dilations)
-    result = padded(result, [-p for p in before], [extra - p for extra, p in zip(more, after, strict=True)])
+    result = padded(result, [-p for p in before], [extra - p for extra, p in zip(extra_padding, after, strict=True)])
     return result if bias is None else result + bias.reshape([-1] + [1] * rank)
 
 
@@ -157,7 +163,7 @@ def _deformable_convolution(
     (batch, channels), (height, width) = x.shape[:2], offset.shape[2:]
     rows, columns = windows.kernel
     patch = rows * columns
-    # Where each element of each window lies: its own place, moved by the offset.
+    # Position of each element of each window: its regular place plus the offset.
     moved = offset.reshape(batch, offset_group, patch, 2, height, width)
     places = []
     for axis, (count, elements) in enumerate(((height, rows), (width, columns))):
@@ -177,7 +183,7 @@ def _deformable_convolution(
     return result if bias is None else result + bias.reshape(-1, 1, 1)
 
 
-@operator("Col2Im", since=18, known=(1, 2))
+@operator("Col2Im", since=18, known_inputs=(1, 2))
 def _columns_to_image(
     x: _Tensor,
     image_shape: Any,
@@ -194,13 +200,13 @@ def _columns_to_image(
     totals = [size + pads[i] + pads[rank + i] for i, size in enumerate(image)]
     counts = [(totals[i] - dilations[i] * (block[i] - 1) - 1) // strides[i] + 1 for i in range(rank)]
     y = x.reshape([x.shape[0], -1, *block, *counts])
-    # Dimension after dimension: the elements of the windows are added to where they lie.
+    # One dimension after another: adds the elements of the windows at their places.
     for i in range(rank):
         y = y.movedim((2, 2 + rank - i), (-2, -1)).flatten(-2)
         place = torch.arange(block[i])[:, None] * dilations[i] + torch.arange(counts[i]) * strides[i]
         image_of_zeros = y.new_zeros([*y.shape[:-1], totals[i]])
         y = image_of_zeros.index_add(-1, place.flatten(), y)
-        # The new dimension stays last: the next blocks and counts move up in front of it.
+        # The new dimension stays last, so the next block and count dimensions have moved up.
     return padded(y, [-pad for pad in pads[:rank]], [-pad for pad in pads[rank:]])
 
 
@@ -216,6 +222,7 @@ def _causal_convolution(
 ) -> tuple[_Tensor, _Tensor]:
     if activation not in ("none", "silu", "swish"):
         raise node.error(f"activation is {activation!r}, but must be 'none', 'silu' or 'swish'")
+    # Zeros or the past of the last call before the sequence: each output sees only itself and earlier inputs.
     before = weight.shape[2] - 1
     y = F.pad(x, [before, 0]) if past is None else torch.cat([past, x], -1)
     result = F.conv1d(y, weight, bias, groups=weight.shape[0])

@@ -18,7 +18,7 @@ _UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
 
 
 def _widened(function: Callable[..., _Tensor]) -> Callable[..., _Tensor]:
-    """Returns a function that computes with int64 for unsigned types, for which PyTorch has few kernels."""
+    """Returns a function that computes unsigned types in int64, because PyTorch has few kernels for them."""
 
     @functools.wraps(function)
     def wrapped(*args: Any, **keywords: Any) -> _Tensor:
@@ -33,16 +33,17 @@ def _widened(function: Callable[..., _Tensor]) -> Callable[..., _Tensor]:
 
 
 def _filled(value: Any, other: Any) -> _Tensor:
-    """Returns a number as a tensor like the other operand."""
+    """Returns a number as a tensor of the other operand's dtype."""
     return value if isinstance(value, _Tensor) else torch.full((), value, dtype=other.dtype)
 
 
 def _unary(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Returns a function with a signature, which those of torch lack."""
+    """Wraps a function of torch, which has no signature for the registry to inspect."""
     return lambda x: function(x)
 
 
 def _binary(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """Like :func:`_unary`, for two operands."""
     return lambda a, b: function(a, b)
 
 
@@ -65,9 +66,9 @@ def _divide_known(a: Known, b: Known) -> Any:
     if not all(isinstance(value, (int, np.integer, torch.SymInt)) for value in (*a.flat, *b.flat)):
         return NotImplemented  # symbolic floating-point numbers
     if not b.all():
-        return NotImplemented
+        return NotImplemented  # leaves division by zero to the function for tensors
     floor = a // b
-    # ONNX truncates, which differs from the floor where the signs differ and there is a rest.
+    # ONNX truncates, which differs from the floor if the signs differ and there is a remainder.
     return floor if all(np.broadcast((a >= 0) == (b > 0)).iters[0]) else floor + ((a % b != 0) & ((a < 0) != (b < 0)))
 
 
@@ -129,7 +130,7 @@ def _minimum_known(*values: Known) -> Any:
 
 def _extreme(chosen: Callable[[Any, Any], Any], values: tuple[Known, ...]) -> Any:
     if any(value.dtype.kind == "f" for value in values):
-        return NotImplemented  # with NaN
+        return NotImplemented  # they may be NaN, which torch.sym_max does not propagate
     of_symbols = torch.sym_max if chosen is max else torch.sym_min
     return functools.reduce(np.frompyfunc(of_symbols, 2, 1), values)
 
@@ -144,7 +145,7 @@ _COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
 
 
 def _decided(compare: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """Returns a comparison of sizes that is decided for this graph: the exporter records the condition."""
+    """Returns a comparison of sizes that is decided in the trace: the exporter records its outcome as a condition."""
     return lambda a, b: np.asarray(compare(a, b)).astype(np.bool_)
 
 
@@ -176,12 +177,12 @@ def _shift(x: _Tensor, bits: _Tensor, *, direction: str, node: Node) -> _Tensor:
         raise node.error(f"direction is {direction!r}, but must be 'LEFT' or 'RIGHT'")
     if x.dtype != torch.int64:
         return torch.bitwise_right_shift(x, bits)
-    # The highest bit of what was unsigned must not be repeated.
+    # A shift of int64 repeats the sign bit, but the operand may be an unsigned number: the new bits are cleared.
     rest = torch.bitwise_left_shift(torch.ones_like(bits), 63 - (bits - 1).clamp(min=0)) - 1
     return torch.where(bits == 0, x, torch.bitwise_right_shift(x, bits) & rest)
 
 
-# Two numbers of Python would not tell the dtype.
+# Only y may be a Python number: two would not determine the dtype.
 @operator("Where", since=9, scalars=(2,))
 @_widened
 def _where(condition: _Tensor, x: _Tensor, y: Any) -> _Tensor:
@@ -232,8 +233,8 @@ def _sign(x: _Tensor) -> _Tensor:
 def _is_infinite(x: _Tensor, *, detect_negative: int, detect_positive: int) -> _Tensor:
     if not x.is_floating_point() or x.dtype.itemsize == 1:
         x = x.float()
-    found = torch.isposinf(x) if detect_positive else torch.zeros_like(x, dtype=torch.bool)
-    return found | torch.isneginf(x) if detect_negative else found
+    is_infinite = torch.isposinf(x) if detect_positive else torch.zeros_like(x, dtype=torch.bool)
+    return is_infinite | torch.isneginf(x) if detect_negative else is_infinite
 
 
 @known_operator("Abs")
@@ -262,7 +263,7 @@ def _root_known(x: Known) -> Any:
 
 
 def _floored(value: Any) -> Any:
-    """The floor of a symbolic floating-point number, as one."""
+    """Returns the floor of a symbolic floating-point number, as a floating-point number."""
     return torch.sym_float(value.__floor__())  # type: ignore[no-untyped-call]
 
 
@@ -271,7 +272,7 @@ def _each(function: Callable[[Any], Any], values: Known) -> Known:
 
 
 def _clip(x: _Tensor, low: Any = None, high: Any = None) -> _Tensor:
-    # One after the other, as ONNX: the maximum wins, and each may be a number or a tensor.
+    # Two clamps in ONNX's order: if low > high, high wins. Each limit may be a number or a tensor.
     x = x if low is None else torch.clamp(x, min=low)
     return x if high is None else torch.clamp(x, max=high)
 

@@ -1,4 +1,4 @@
-"""Reads images at other points: sampling on a grid, regions of interest; boxes that are kept."""
+"""Sampling of images on grids and in regions of interest, and suppression of overlapping boxes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from ..registry import Node, operator
-from ..values import integers, numbers
+from ..values import integers, is_traced, numbers
 from .sampling import corners
 
 _Tensor = torch.Tensor
@@ -31,7 +31,7 @@ def _grid_sample(x: _Tensor, grid: _Tensor, *, align_corners: int, mode: str, pa
     return F.grid_sample(x, grid, names[mode], padding_mode, bool(align_corners))
 
 
-@operator("AffineGrid", since=20, known=(1,))
+@operator("AffineGrid", since=20, known_inputs=(1,))
 def _affine_grid(theta: _Tensor, size: Any, *, align_corners: int, node: Node) -> _Tensor:
     return F.affine_grid(theta, integers(size, "size", node), bool(align_corners))
 
@@ -90,6 +90,19 @@ def _align_regions(
     half_pixel: bool,
     node: Node,
 ) -> _Tensor:
+    """Pools regions of images to bins, from samples between pixels.
+
+    Args:
+        x: The images, (batch, channels, height, width).
+        regions: The corners x1, y1, x2, y2 of each region, (regions, 4).
+        images: The index of each region's image, (regions).
+        bins: The height and width of the output.
+        mode: avg or max.
+        samples: The number of samples of a bin in each direction; 0 for one per pixel.
+        scale: The factor from the coordinates of regions to pixels.
+        half_pixel: Whether pixel centers are at half coordinates; otherwise regions have at least one pixel.
+        node: The node, for errors.
+    """
     if mode not in ("avg", "max"):
         raise node.error(f"mode is {mode!r}, but must be 'avg' or 'max'")
     count = regions.shape[0]
@@ -98,17 +111,17 @@ def _align_regions(
     extents = [edges[:, 3] - edges[:, 1], edges[:, 2] - edges[:, 0]]
     if not half_pixel:
         extents = [extent.clamp(min=1) for extent in extents]
-    places, kept = [], []
+    places, sample_masks = [], []
     for begin, extent, number in zip(begins, extents, bins, strict=True):
         step = extent / number
-        # Without a number of samples, there is one a pixel, which differs from region to region.
+        # Without a sampling ratio, each bin has one sample per pixel, so regions differ in their number of samples.
         each = step.new_full([count], samples) if samples > 0 else step.detach().ceil().clamp(min=1)
         most = samples if samples > 0 else max([1, *integers(each, "the number of samples in a region", node)])
         inner = (torch.arange(most) + 0.5) / each.unsqueeze(1)
         place = torch.arange(number).unsqueeze(1) + inner.unsqueeze(1)
         places.append(begin.reshape(-1, 1, 1) + place * step.reshape(-1, 1, 1))
-        kept.append((torch.arange(most) < each.unsqueeze(1)).reshape(count, 1, most))
-    # Regions x bins down x samples down x bins across x samples across.
+        sample_masks.append((torch.arange(most) < each.unsqueeze(1)).reshape(count, 1, most))
+    # (regions, bins down, samples down, bins across, samples across)
     shape = [count, bins[0], places[0].shape[2], bins[1], places[1].shape[2]]
     y = places[0].reshape(*shape[:3], 1, 1).expand(shape).flatten(1)
     across = places[1].reshape(count, 1, 1, *shape[3:]).expand(shape).flatten(1)
@@ -117,19 +130,19 @@ def _align_regions(
     parts = corners(x[images.long()], y.clamp(0, height - 1), across.clamp(0, width - 1))
     terms = torch.stack([values * factor.unsqueeze(1) for values, factor in parts])
     terms = terms.masked_fill(outside.unsqueeze(1), 0)
-    valid = (kept[0].reshape(count, 1, 1, -1, 1, 1) & kept[1].reshape(count, 1, 1, 1, 1, -1)).expand(
+    valid = (sample_masks[0].reshape(count, 1, 1, -1, 1, 1) & sample_masks[1].reshape(count, 1, 1, 1, 1, -1)).expand(
         count, 1, *shape[1:]
     )
     split = [count, x.shape[1], *shape[1:]]
     if mode == "max":
-        # Of the four terms of an interpolation, not of their sum: so it is defined.
+        # ONNX defines the maximum over the four terms of each interpolation, not over their sums.
         greatest = terms.amax(0).reshape(split).masked_fill(~valid, float("-inf"))
         return greatest.amax((3, 5))
     sums = terms.sum(0).reshape(split).masked_fill(~valid, 0).sum((3, 5))
     return sums / valid.to(x.dtype).sum((3, 5))
 
 
-@operator("NonMaxSuppression", since=10, known=(2, 3, 4))
+@operator("NonMaxSuppression", since=10, known_inputs=(2, 3, 4))
 def _suppress_boxes(
     boxes: _Tensor,
     scores: _Tensor,
@@ -140,11 +153,11 @@ def _suppress_boxes(
     center_point_box: int,
     node: Node,
 ) -> _Tensor:
-    # How many boxes are kept depends on their values: that can be computed, but not be a part of a graph.
+    # The number of kept boxes depends on their values, so this runs outside of a trace only.
     limit = 0 if most is None else integers(most, "max_output_boxes_per_class", node)[0]
     most_overlap = 0.0 if overlap is None else numbers(overlap, "iou_threshold", node)[0]
     least_score = None if least is None else numbers(least, "score_threshold", node)[0]
-    if type(boxes) not in (torch.Tensor, torch.nn.Parameter):
+    if is_traced(boxes):
         raise node.error(
             "how many boxes it keeps depends on the values of a batch, so it can't be a part of a graph for training: "
             "cut the model before it, and select boxes outside"
@@ -173,7 +186,7 @@ def _edges(boxes: _Tensor, by_center: bool) -> _Tensor:
 
 
 def _overlaps(box: _Tensor, others: _Tensor) -> _Tensor:
-    """Returns which part of both boxes together is common."""
+    """Returns the intersection over union of a box and each of the others."""
     common = (torch.minimum(box[2:], others[:, 2:]) - torch.maximum(box[:2], others[:, :2])).clamp(min=0).prod(1)
     union = (box[2:] - box[:2]).prod() + (others[:, 2:] - others[:, :2]).prod(1) - common
     return torch.where(union > 0, common / union, torch.zeros_like(common))

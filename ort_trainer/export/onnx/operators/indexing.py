@@ -14,14 +14,14 @@ from ..values import Known, integers, is_known, is_traced
 _Tensor = torch.Tensor
 
 
-@operator("Gather", known=(1,))
+@operator("Gather", known_inputs=(1,))
 def _gather(data: _Tensor, indices: Any, *, axis: int) -> _Tensor:
     if is_known(indices):
         if indices.ndim == 0:
             return data.select(axis, indices.item())
         indices = torch.from_numpy(np.array(indices)) if indices.dtype != object else _stacked(indices)
     if data.dim() == 2 and axis in (0, -2) and data.is_floating_point():
-        return F.embedding(_counted(indices, data.shape[0]), data)  # its gradient is faster than that of an index
+        return F.embedding(_counted(indices, data.shape[0]), data)  # its gradient is faster than that of indexing
     # PyTorch's own indexing counts negative positions from the end, as ONNX does.
     key: list[Any] = [slice(None)] * (axis % data.dim())
     return data[(*key, indices.long())]
@@ -38,7 +38,7 @@ def _gather_known(data: Known, indices: Known, *, axis: int) -> Any:
 
 
 def _counted(indices: _Tensor, size: Any) -> _Tensor:
-    """Returns positions counted from the start: negative ones count from the end."""
+    """Returns nonnegative positions: ONNX counts negative ones from the end."""
     indices = indices.long()
     return torch.where(indices < 0, indices + size, indices)
 
@@ -54,7 +54,7 @@ def _gather_nd(data: _Tensor, indices: _Tensor, *, batch_dims: int = 0) -> _Tens
 
 
 def _keys(indices: _Tensor, batch_dims: int = 0) -> tuple[_Tensor, ...]:
-    """Returns an index tensor for each of the first dimensions, which the last dimension of ``indices`` holds."""
+    """Splits the last dimension of ``indices`` into one index tensor per dimension, after those of the batch."""
     indices = indices.long()
     batch = []
     for axis in range(batch_dims):
@@ -80,6 +80,7 @@ def _scatter_elements(
 
 
 def _scattered(data: _Tensor, axis: int, indices: _Tensor, updates: _Tensor, reduction: str, node: Node) -> _Tensor:
+    """Returns data with updates written, or combined by a reduction, at indices along an axis."""
     if reduction == "none":
         return torch.scatter(data, axis, indices, updates)
     if reduction == "add":
@@ -94,7 +95,7 @@ def _scatter_nd(data: _Tensor, indices: _Tensor, updates: _Tensor, *, reduction:
     keys = _keys(indices)
     if reduction in ("none", "add"):
         return torch.index_put(data, keys, updates, accumulate=reduction == "add")
-    # Each key selects a row; in each, elements are numbered as in the flattened tensor.
+    # scatter_reduce takes one index: the indexed dimensions are flattened into rows, and the others into columns.
     depth = len(keys)
     row: Any = 0
     for key, size in zip(keys, data.shape[:depth], strict=True):
@@ -111,7 +112,7 @@ def _scatter_nd(data: _Tensor, indices: _Tensor, updates: _Tensor, *, reduction:
     return flat.reshape(data.shape)
 
 
-@operator("OneHot", since=9, known=(1,))
+@operator("OneHot", since=9, known_inputs=(1,))
 def _one_hot(indices: _Tensor, depth: Any, values: _Tensor, *, axis: int, node: Node) -> _Tensor:
     (size,) = integers(depth, "depth", node)
     axis = axis % (indices.dim() + 1)
@@ -127,22 +128,23 @@ def _top_k_by_attribute(x: _Tensor, *, axis: int, k: int) -> tuple[_Tensor, _Ten
     return _top_k(x, k, axis, True)
 
 
-@operator("TopK", since=10, known=(1,))
+@operator("TopK", since=10, known_inputs=(1,))
 def _top_k_by_input(
     x: _Tensor, k: Any, *, axis: int, largest: int = 1, sorted: int = 1, node: Node
 ) -> tuple[_Tensor, _Tensor]:
     (count,) = integers(k, "k", node)
-    # Sorted ones are right too if any order is.
+    # With sorted=0 any order is valid, including the sorted one.
     return _top_k(x, count, axis, bool(largest))
 
 
 def _top_k(x: _Tensor, count: Any, axis: int, largest: bool) -> tuple[_Tensor, _Tensor]:
-    # torch.topk leaves open which of equal values comes first; in ONNX it is that with the lower index.
+    # torch.topk does not define the order of equal values; in ONNX the lower index comes first.
     values, indices = torch.sort(x, dim=axis, descending=largest, stable=True)
     return values.narrow(axis, 0, count), indices.narrow(axis, 0, count)
 
 
 def _refuse_traced(node: Node, what: str, *tensors: _Tensor) -> None:
+    """Raises an ExportError in a trace, for operators whose result has a shape that depends on values."""
     if any(is_traced(tensor) for tensor in tensors):
         raise node.error(
             f"the shape of its result depends on {what} of a batch, but the shapes in a graph for training depend on "
@@ -161,7 +163,7 @@ def _non_zero_known(x: Known) -> Any:
     return NotImplemented if x.dtype == object else np.stack(np.nonzero(np.atleast_1d(x)))
 
 
-@operator("Compress", since=9, known=(1,))
+@operator("Compress", since=9, known_inputs=(1,))
 def _compress(x: _Tensor, condition: Any, *, axis: int | None = None, node: Node) -> _Tensor:
     if is_known(condition):
         chosen = torch.from_numpy(np.flatnonzero(condition))
@@ -178,6 +180,7 @@ def _unique(
     _refuse_traced(node, "the values", x)
     if axis is None:
         x, axis = x.reshape(-1), 0
+    # Scatters the positions in reverse, so that the first occurrence of each value is written last.
     _, inverse, counts = torch.unique(x, dim=axis, sorted=True, return_inverse=True, return_counts=True)
     places = torch.arange(x.shape[axis]).flip(0)
     first = torch.zeros(len(counts), dtype=torch.int64).scatter(0, inverse.flip(0), places)

@@ -20,7 +20,7 @@ def _matmul(a: _Tensor, b: _Tensor) -> _Tensor:
 
 @operator("Linear", domain=DOMAIN)
 def linear(x: _Tensor, weight: _Tensor, bias: _Tensor | None) -> _Tensor:
-    """Computes a linear layer of nodes that were joined, whose weight is the transpose of PyTorch's."""
+    """Computes a linear layer joined by ``joins.py``; its weight, (in, out), is the transpose of PyTorch's."""
     fits = weight.dim() == 2 and (bias is None or (bias.dim() == 1 and bias.shape[0] == weight.shape[1]))
     if not fits or not x.is_floating_point():
         return x @ weight if bias is None else x @ weight + bias

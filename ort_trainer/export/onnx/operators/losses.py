@@ -1,4 +1,4 @@
-"""Losses of classes."""
+"""Classification losses."""
 
 from __future__ import annotations
 
@@ -44,6 +44,6 @@ def _likelihood(
         raise node.error(f"reduction is {reduction!r}, but must be 'none', 'mean' or 'sum'")
     # Without an ignored class, no label is negative: PyTorch's default ignores nothing.
     ignored = -100 if ignore_index is None else ignore_index
-    # PyTorch's gradient of other layouts fails for four dimensions.
+    # In other layouts, PyTorch's gradient fails for inputs of four dimensions.
     logarithms = logarithms.contiguous()
     return F.nll_loss(logarithms, labels.long(), weights, ignore_index=ignored, reduction=reduction)

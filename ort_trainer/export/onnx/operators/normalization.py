@@ -24,7 +24,7 @@ def _batch_normalization_by_outputs(
     momentum: float,
     node: Node,
 ) -> Any:
-    # The number of outputs says whether it was exported for training.
+    # A node exported for training has more outputs than y: the statistics.
     return _batch_normalization(x, scale, bias, mean, variance, epsilon, momentum, node, node.outputs > 1)
 
 
@@ -58,12 +58,13 @@ def _batch_normalization(
     """Normalizes by the statistics of the batch, if both the node and the model are in training mode.
 
     Returns:
-        The output, the new running statistics, and, as up to version 13, those of the batch.
+        The output, the new running statistics, and the statistics of the batch, which are outputs up to version 13.
     """
     dtype = torch.promote_types(x.dtype, torch.float32) if x.dtype != scale.dtype or x.dtype != mean.dtype else x.dtype
     scale, bias = scale.to(dtype), bias.to(dtype)
     values = x.to(dtype)
     if not (for_training and node.training):
+        # torch.batch_norm has no gradient for the running statistics, which may be trained parameters here.
         if mean.requires_grad or variance.requires_grad:
             shape = [-1] + [1] * (x.dim() - 2)
             factor = scale * torch.rsqrt(variance.to(dtype) + epsilon)
@@ -71,14 +72,16 @@ def _batch_normalization(
             return (y.to(x.dtype), mean, variance, mean, variance)[: node.outputs]
         y = torch.batch_norm(values, scale, bias, mean.to(dtype), variance.to(dtype), False, 0.0, epsilon, False)
         return (y.to(x.dtype), mean, variance, mean, variance)[: node.outputs]
-    # With momentum 1, PyTorch stores the statistics of the batch themselves. Its variance is that of a sample, ONNX's
-    # that of the population.
-    of_batch, sample = values.new_zeros(mean.shape), values.new_zeros(variance.shape)
-    y = torch.batch_norm(values, scale, bias, of_batch, sample, True, 1.0, epsilon, False)
+    # With momentum 1, PyTorch stores the statistics of the batch themselves. Its running variance is that of a sample
+    # (divided by n - 1), ONNX's that of the population (divided by n).
+    batch_mean, sample_variance = values.new_zeros(mean.shape), values.new_zeros(variance.shape)
+    y = torch.batch_norm(values, scale, bias, batch_mean, sample_variance, True, 1.0, epsilon, False)
     count = x.numel() // x.shape[1]
-    found = of_batch.to(mean.dtype), (sample * ((count - 1) / count)).to(variance.dtype)
-    updated = [old * momentum + new * (1 - momentum) for old, new in zip((mean, variance), found, strict=True)]
-    return y.to(x.dtype), *updated, *found
+    batch_statistics = batch_mean.to(mean.dtype), (sample_variance * ((count - 1) / count)).to(variance.dtype)
+    updated = [
+        old * momentum + new * (1 - momentum) for old, new in zip((mean, variance), batch_statistics, strict=True)
+    ]
+    return y.to(x.dtype), *updated, *batch_statistics
 
 
 @operator("InstanceNormalization", since=6)
@@ -126,7 +129,7 @@ def layer_normalized(
 
 
 def check_stash_type(stash_type: int, node: Node) -> None:
-    """Refuses to compute statistics in another type than float."""
+    """Refuses other types than float32 for the statistics."""
     if stash_type != 1:
         raise node.error(f"stash_type is {stash_type}, but only 1, float32, is supported")
 
@@ -170,7 +173,7 @@ def rms_normalized(x: _Tensor, scale: _Tensor, axis: int, epsilon: float) -> tup
 
 @operator("LRN")
 def _local_response_normalization(x: _Tensor, *, alpha: float, beta: float, bias: float, size: int) -> _Tensor:
-    # PyTorch's lies on other channels if the size is even.
+    # For an even size, PyTorch's window is shifted by one channel from ONNX's.
     before = (size - 1) // 2
     squares = F.pad(x.square().flatten(2).unsqueeze(1), [0, 0, before, size - 1 - before])
     mean = F.avg_pool2d(squares, (size, 1), 1).reshape(x.shape)

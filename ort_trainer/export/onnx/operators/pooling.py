@@ -1,4 +1,4 @@
-"""Pools: the greatest element, the mean or the norm of each window, of regions, or of everything."""
+"""Pooling: the maximum, mean or norm over windows, regions or all spatial dimensions."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import torch.nn.functional as F
 
 from ..registry import Node, operator
 from ..values import integers
+from .convolution import CONVOLUTIONS
 from .windows import Windows, padded, windows_of
 
 _Tensor = torch.Tensor
 _MAX_POOLS: Any = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
 _AVERAGE_POOLS: Any = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}
-_CONVOLUTIONS: Any = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 
 
 @operator("MaxPool")
@@ -46,7 +46,7 @@ def _max_pool(
         result: _Tensor = pool(images, *arguments).to(dtype)
         return result
     values, index = pool(images, *arguments, True)
-    # PyTorch counts in each channel of the padded image, ONNX in the whole tensor.
+    # PyTorch's indices count elements of one channel of the padded image, ONNX's elements of the whole input.
     places = []
     for size, shift in zip(reversed(images.shape[2:]), reversed([0] * len(before) if native else before), strict=True):
         places.append(index % size - shift)
@@ -83,16 +83,16 @@ def _average_pool(
 
 
 def _sums(x: _Tensor, windows: Windows, ceil: bool) -> _Tensor:
-    """Returns the sum of each window, which may lie on padding of zeros."""
+    """Returns the sum of each window; padding counts as zeros."""
     rank = len(windows.kernel)
     images = padded(x, windows.before, windows.needed(ceil)).flatten(0, 1).unsqueeze(1)
     ones = torch.ones([1, 1, *windows.kernel], dtype=x.dtype)
-    sums: _Tensor = _CONVOLUTIONS[rank](images, ones, None, windows.strides, 0, windows.dilations)
+    sums: _Tensor = CONVOLUTIONS[rank](images, ones, None, windows.strides, 0, windows.dilations)
     return sums.reshape([*x.shape[:2], *sums.shape[2:]])
 
 
 def _counts(windows: Windows, ceil: bool, with_padding: bool, x: _Tensor) -> _Tensor:
-    """Returns how many elements of each window count: those on the input, and on its padding if that counts."""
+    """Returns the number of elements of each window that lie on the input, or with padding also on the padding."""
     rank = len(windows.kernel)
     product = torch.ones([1] * rank, dtype=x.dtype)
     for i, count in enumerate(windows.counts(ceil)):
@@ -135,7 +135,7 @@ def _global_average_pool(x: _Tensor) -> _Tensor:
 
 @operator("GlobalMaxPool")
 def _global_max_pool(x: _Tensor) -> _Tensor:
-    # max() gives the gradient to one element, as the pools of PyTorch do, amax() divides it.
+    # For ties, max() passes the gradient to one element, as PyTorch's pools do; amax() would divide it.
     return x.flatten(2).max(-1).values.reshape([*x.shape[:2], *[1] * (x.dim() - 2)])
 
 
@@ -145,7 +145,7 @@ def _global_norm_pool(x: _Tensor, *, p: int) -> _Tensor:
     return norm
 
 
-@operator("MaxUnpool", since=9, known=(2,))
+@operator("MaxUnpool", since=9, known_inputs=(2,))
 def _max_unpool(
     x: _Tensor,
     index: _Tensor,
@@ -171,13 +171,13 @@ def _max_unpool(
     result = flat.reshape([x.shape[0], x.shape[1], *sizes])
     if output_shape is None:
         return result
-    wanted = integers(output_shape, "output_shape", node)
-    return padded(result, [0] * rank, [new - old for new, old in zip(wanted[-rank:], sizes, strict=True)])
+    target_shape = integers(output_shape, "output_shape", node)
+    return padded(result, [0] * rank, [new - old for new, old in zip(target_shape[-rank:], sizes, strict=True)])
 
 
 @operator("MaxRoiPool")
 def _max_region_pool(x: _Tensor, regions: _Tensor, *, pooled_shape: list[int], spatial_scale: float) -> _Tensor:
-    # Regions are whole pixels, with the last; PyTorch rounds half to even, ONNX Runtime away from zero.
+    # Regions are whole pixels and include the last. floor(x + 0.5) rounds half up, as ONNX Runtime does, not to even.
     corners = (regions[:, 1:].detach() * spatial_scale + 0.5).floor()
     y = x[regions[:, 0].long()]
     for axis, (bins, size) in enumerate(zip(pooled_shape, x.shape[2:], strict=True)):
@@ -188,7 +188,7 @@ def _max_region_pool(x: _Tensor, regions: _Tensor, *, pooled_shape: list[int], s
         end = (((number + 1) * extent).ceil() + first.unsqueeze(1)).clamp(0, size)
         place = torch.arange(size)
         inside = (place >= begin.unsqueeze(-1)) & (place < end.unsqueeze(-1))
-        # One dimension after the other: regions x channels x bins before x bins x pixels x pixels after.
+        # One dimension after the other: (regions, channels, bins before, bins, pixels, pixels after).
         if axis == 0:
             y = y.unsqueeze(2).masked_fill(~inside[:, None, :, :, None], float("-inf")).amax(3)
         else:

@@ -1,8 +1,8 @@
 """Quantization: scales and zero points, and products of quantized numbers.
 
-DequantizeLinear has the gradient of its scale, if that is trained, and of an input of small floats. What rounds,
-QuantizeLinear and products of quantized numbers, passes no gradient on to any of its inputs; the scale that
-DynamicQuantizeLinear finds has one.
+DequantizeLinear passes gradients to its scale, if that is trained, and to an input of 8-bit floats. Operators that
+round, QuantizeLinear and products of quantized numbers, pass no gradient to any input. The scale that
+DynamicQuantizeLinear computes has a gradient.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .convolution import convolved
 
 _Tensor = torch.Tensor
 
-# The least and the greatest number of types that are kept in a wider type of torch, or that torch has no limits of.
+# The range of each integer type. Torch stores the smaller types in wider ones, whose limits don't apply.
 _LIMITS = {
     ir.DataType.UINT2: (0, 3),
     ir.DataType.INT2: (-2, 1),
@@ -53,7 +53,7 @@ def dequantized(
     node: Node,
     dtype: torch.dtype | None = None,
 ) -> _Tensor:
-    """Returns the floats that quantized numbers stand for.
+    """Returns the floats that quantized numbers represent: (x - zero) * scale.
 
     Args:
         x: The numbers.
@@ -65,7 +65,7 @@ def dequantized(
         dtype: The dtype of the result; by default that of the scale.
     """
     dtype = dtype or scale.dtype
-    # Small integers are exact in float32, those of 32 bits only before the product.
+    # Integers of 32 bits, such as a bias, need float64; smaller ones are exact in float32.
     wide = torch.float64 if x.dtype == torch.int32 else torch.promote_types(dtype, torch.float32)
     values = x.to(wide)
     if zero is not None:
@@ -102,11 +102,18 @@ def _quantize(
     saturate: int = 1,
     node: Node,
 ) -> _Tensor:
-    wanted = ir.DataType(output_dtype or ir.DataType.UINT8)
+    output_type = ir.DataType(output_dtype or ir.DataType.UINT8)
     if zero is not None:
-        # Those of 2 and 4 bits are kept in tensors of 8 bits: their type says more than their dtype.
-        wanted = node.input_type(2) or ir.tensor_adapters.from_torch_dtype(zero.dtype)
-    return quantized(x, scale, zero, axis, block_size, wanted, node, saturate, precision)
+        output_type = zero_point_type(node, 2, zero)
+    return quantized(x, scale, zero, axis, block_size, output_type, node, saturate, precision)
+
+
+def zero_point_type(node: Node, index: int, zero: _Tensor) -> ir.DataType:
+    """Returns the type of a zero point, which is that of the output.
+
+    The model's type comes before the dtype, because tensors store types of 2 and 4 bits in 8 bits.
+    """
+    return node.input_type(index) or ir.tensor_adapters.from_torch_dtype(zero.dtype)
 
 
 def quantized(
@@ -115,24 +122,24 @@ def quantized(
     zero: _Tensor | None,
     axis: int,
     block_size: int,
-    wanted: ir.DataType,
+    output_type: ir.DataType,
     node: Node,
     saturate: int = 1,
     precision: int = 0,
 ) -> _Tensor:
-    """Returns the numbers of a type that stand for floats, rounded half to even; they have no gradient."""
+    """Returns floats quantized to a type, round(x / scale) + zero, with ties to even; the result has no gradient."""
     dtype = torch_dtype(precision) if precision else scale.dtype
     values = x.detach().to(dtype) / _spread(scale.detach(), x, axis, block_size, node).to(dtype)
-    if wanted not in _LIMITS:
+    if output_type not in _LIMITS:
         values = values if zero is None else values + _spread(zero, x, axis, block_size, node).to(dtype)
-        return cast(values, wanted, bool(saturate), "up", node)
-    # Clamped before it is made an integer, too: floats may be beyond all integers.
+        return cast(values, output_type, bool(saturate), "up", node)
+    # Clamped before the conversion too, which is undefined for floats beyond the range of int64.
     whole = values.round().double().clamp(-(2.0**31), 2.0**31).to(torch.int64)
-    return _limited(whole if zero is None else whole + _spread(zero, x, axis, block_size, node).long(), wanted)
+    return _limited(whole if zero is None else whole + _spread(zero, x, axis, block_size, node).long(), output_type)
 
 
-def _limited(values: _Tensor, wanted: ir.DataType) -> _Tensor:
-    return values.clamp(*_LIMITS[wanted]).to(torch_dtype(wanted))
+def _limited(values: _Tensor, output_type: ir.DataType) -> _Tensor:
+    return values.clamp(*_LIMITS[output_type]).to(torch_dtype(output_type))
 
 
 @operator("DynamicQuantizeLinear", since=11)
@@ -151,7 +158,7 @@ def _product_of_integers(a: _Tensor, b: _Tensor, a_zero: _Tensor | None, b_zero:
 
 
 def _exact_product(a: _Tensor, b: _Tensor, a_zero: _Tensor | None, b_zero: _Tensor | None) -> _Tensor:
-    """Returns the product of matrices of integers, exact in double precision, which PyTorch has kernels for."""
+    """Returns the product of integer matrices, computed exactly in double precision: PyTorch lacks integer kernels."""
     return torch.matmul(_without(a, _of_rows(a_zero)), _without(b, b_zero))
 
 
@@ -184,8 +191,8 @@ def _product_of_quantized(
     rows = _of_rows(a_scale)
     assert rows is not None
     product = _exact_product(a, b, a_zero, b_zero) * (rows.double() * b_scale.double())
-    wanted = node.input_type(7) or ir.tensor_adapters.from_torch_dtype(y_zero.dtype)
-    return quantized(product, y_scale.double(), y_zero, -1, 0, wanted, node)
+    output_type = zero_point_type(node, 7, y_zero)
+    return quantized(product, y_scale.double(), y_zero, -1, 0, output_type, node)
 
 
 @operator("ConvInteger", since=10)
@@ -203,7 +210,7 @@ def _convolution_of_integers(
     strides: list[int] | None = None,
     node: Node,
 ) -> _Tensor:
-    # The products are exact in double precision, which PyTorch has kernels for.
+    # Computed exactly in double precision: PyTorch lacks integer kernels.
     kernel = _kernel_without(weight, weight_zero)
     return convolved(
         _without(x, x_zero), kernel, None, node, auto_pad, dilations, group, kernel_shape, pads, strides
@@ -234,5 +241,5 @@ def _convolution_of_quantized(
     offset = None if bias is None else bias.double()
     sums = convolved(_without(x, x_zero), kernel, offset, node, auto_pad, dilations, group, kernel_shape, pads, strides)
     of_channels = (x_scale.double() * weight_scale.double()).reshape([-1] + [1] * (weight.dim() - 2))
-    wanted = node.input_type(7) or ir.tensor_adapters.from_torch_dtype(y_zero.dtype)
-    return quantized(sums * of_channels, y_scale.double(), y_zero, 1, 0, wanted, node)
+    output_type = zero_point_type(node, 7, y_zero)
+    return quantized(sums * of_channels, y_scale.double(), y_zero, 1, 0, output_type, node)

@@ -1,7 +1,7 @@
 """Random numbers: dropout, and generators of distributions.
 
-They are drawn by PyTorch's operators, for which the trainer has its own generator and saves its state. So the ``seed``
-of a Dropout has no meaning, and generators with a seed, which would draw the same numbers in every step, are refused.
+PyTorch's operators draw them; the trainer has its own generator for these, and saves its state. The ``seed`` of a
+Dropout is therefore ignored, and generators with a seed, which would draw the same numbers in every step, are refused.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def _dropout_by_attribute(x: _Tensor, *, ratio: float, node: Node) -> tuple[_Ten
     return _dropout(x, ratio, node.training, node)
 
 
-@operator("Dropout", since=12, known=(1, 2))
+@operator("Dropout", since=12, known_inputs=(1, 2))
 def _dropout_by_inputs(
     x: _Tensor, ratio: Any, training_mode: Any, *, seed: int | None = None, node: Node
 ) -> tuple[_Tensor, ...]:
@@ -39,8 +39,8 @@ def _dropout(x: _Tensor, ratio: float, training: bool, node: Node) -> tuple[_Ten
         return (F.dropout(x, ratio) if active else x,)
     if not active:
         return x, torch.ones_like(x, dtype=torch.bool)
-    kept = F.dropout(torch.ones_like(x), ratio)
-    return x * kept, kept != 0
+    scaled_mask = F.dropout(torch.ones_like(x), ratio)
+    return x * scaled_mask, scaled_mask != 0
 
 
 @operator("RandomNormal")
@@ -85,7 +85,7 @@ def _bernoulli(x: _Tensor, *, dtype: int | None = None, seed: float | None = Non
 @operator("Multinomial", since=7)
 def _multinomial(x: _Tensor, *, dtype: int, sample_size: int, seed: float | None = None, node: Node) -> _Tensor:
     _check_seed(seed, node)
-    # The greatest of scores with Gumbel noise has the distribution that the scores, logarithms, describe.
+    # The Gumbel-max trick: argmax(log p + noise), with noise -log(-log(uniform)), is distributed as p.
     drawn = torch.rand([x.shape[0], sample_size, x.shape[1]]).clamp(min=torch.finfo(torch.float32).tiny)
     noise = -torch.log(-torch.log(drawn))
     return (x.detach().float().unsqueeze(1) + noise).argmax(-1).to(torch_dtype(dtype))

@@ -22,12 +22,12 @@ def _slice_by_attributes(x: _Tensor, *, starts: list[int], ends: list[int], axes
     return x
 
 
-@operator("Slice", since=10, known=(1, 2, 3, 4))
+@operator("Slice", since=10, known_inputs=(1, 2, 3, 4))
 def _slice(x: _Tensor, starts: Any, ends: Any, axes: Any, steps: Any, *, node: Node) -> _Tensor:
     first, last = integers(starts, "starts", node), integers(ends, "ends", node)
-    of = list(range(len(first))) if axes is None else integers(axes, "axes", node)
-    by = [1] * len(first) if steps is None else integers(steps, "steps", node)
-    for axis, start, end, step in zip(of, first, last, by, strict=True):
+    axis_list = list(range(len(first))) if axes is None else integers(axes, "axes", node)
+    step_list = [1] * len(first) if steps is None else integers(steps, "steps", node)
+    for axis, start, end, step in zip(axis_list, first, last, step_list, strict=True):
         x = _part(x, axis, start, end, step)
     return x
 
@@ -36,7 +36,7 @@ def _part(x: _Tensor, axis: int, start: Any, end: Any, step: int) -> _Tensor:
     """Returns a slice along an axis, as NumPy's ``[start:end:step]``."""
     size = x.shape[axis]
     if step < 0:
-        # From the other end, positions count from the last element.
+        # PyTorch has no negative steps: flips the axis, and counts positions from its other end.
         start = -1 - start if start < 0 else torch.sym_max(size - 1 - start, 0)  # type: ignore[no-untyped-call]
         end = -1 - end if end < 0 else torch.sym_max(size - 1 - end, 0)  # type: ignore[no-untyped-call]
         x, step = x.flip(axis), -step
@@ -52,18 +52,19 @@ def _slice_known_by_attributes(x: Known, *, starts: list[int], ends: list[int], 
 
 @known_operator("Slice", since=10)
 def _slice_known(x: Known, starts: Known, ends: Known, axes: Known | None, steps: Known | None) -> Any:
-    by = [1] * len(starts) if steps is None else steps.tolist()
-    of = range(len(starts)) if axes is None else axes.tolist()
-    return _known_part(x, of, starts.tolist(), ends.tolist(), by)
+    axis_list = range(len(starts)) if axes is None else axes.tolist()
+    step_list = [1] * len(starts) if steps is None else steps.tolist()
+    return _known_part(x, axis_list, starts.tolist(), ends.tolist(), step_list)
 
 
 def _known_part(x: Known, axes: Any, starts: Any, ends: Any, steps: Any) -> Any:
+    """Returns a slice of a known array; NotImplemented if a bound is symbolic."""
     key = [slice(None)] * x.ndim
     for axis, start, end, step in zip(axes, starts, ends, steps, strict=True):
         if not all(isinstance(value, int) for value in (start, end)):
             return NotImplemented
         key[axis] = slice(start, end, step)
-        if step < 0 and end < -x.shape[axis]:
+        if step < 0 and end < -x.shape[axis]:  # through the first element, which NumPy writes as None
             key[axis] = slice(start, None, step)
     return x[tuple(key)]
 
@@ -73,12 +74,12 @@ def _split_by_attribute(x: _Tensor, *, axis: int, split: list[int] | None = None
     return _split(x, split, axis, node)
 
 
-@operator("Split", since=13, until=17, known=(1,))
+@operator("Split", since=13, until=17, known_inputs=(1,))
 def _split_by_input(x: _Tensor, split: Any, *, axis: int, node: Node) -> tuple[_Tensor, ...]:
     return _split(x, None if split is None else integers(split, "split", node), axis, node)
 
 
-@operator("Split", since=18, known=(1,))
+@operator("Split", since=18, known_inputs=(1,))
 def _split_in_number(
     x: _Tensor, split: Any, *, axis: int, num_outputs: int | None = None, node: Node
 ) -> tuple[_Tensor, ...]:
@@ -86,6 +87,7 @@ def _split_in_number(
 
 
 def _split(x: _Tensor, sizes: list[Any] | None, axis: int, node: Node, count: int | None = None) -> tuple[_Tensor, ...]:
+    """Splits a tensor into parts of these sizes, or into parts of equal size, of which the last may be smaller."""
     if sizes is None:
         count, size = count or node.outputs, x.shape[axis]
         part = -(-size // count)
@@ -122,10 +124,10 @@ def _pad_by_attributes(x: _Tensor, *, pads: list[int], mode: str, value: float, 
     return pad(x, pads, list(range(x.dim())), mode, value, node)
 
 
-@operator("Pad", since=11, known=(1, 3), scalars=(2,))
+@operator("Pad", since=11, known_inputs=(1, 3), scalars=(2,))
 def _pad(x: _Tensor, pads: Any, value: Any, axes: Any, *, mode: str, node: Node) -> _Tensor:
-    of = list(range(x.dim())) if axes is None else integers(axes, "axes", node)
-    return pad(x, integers(pads, "pads", node), of, mode, 0 if value is None else value, node)
+    axis_list = list(range(x.dim())) if axes is None else integers(axes, "axes", node)
+    return pad(x, integers(pads, "pads", node), axis_list, mode, 0 if value is None else value, node)
 
 
 def pad(x: _Tensor, pads: list[Any], axes: list[int], mode: str, value: Any, node: Node) -> _Tensor:
@@ -168,26 +170,25 @@ def pad(x: _Tensor, pads: list[Any], axes: list[int], mode: str, value: Any, nod
     return x
 
 
-@operator("CenterCropPad", since=18, known=(1,))
+@operator("CenterCropPad", since=18, known_inputs=(1,))
 def _center_crop_pad(x: _Tensor, shape: Any, *, axes: list[int] | None = None, node: Node) -> _Tensor:
-    of = list(range(x.dim())) if axes is None else axes
-    for axis, size in zip(of, integers(shape, "shape", node), strict=True):
-        now = x.shape[axis]
-        if now > size:
-            x = x.narrow(axis, (now - size) // 2, size)
-        elif now < size:
-            before = (size - now) // 2
-            x = pad(x, [before, size - now - before], [axis], "constant", 0, node)
+    for axis, size in zip(range(x.dim()) if axes is None else axes, integers(shape, "shape", node), strict=True):
+        old_size = x.shape[axis]
+        if old_size > size:
+            x = x.narrow(axis, (old_size - size) // 2, size)
+        elif old_size < size:
+            before = (size - old_size) // 2
+            x = pad(x, [before, size - old_size - before], [axis], "constant", 0, node)
     return x
 
 
-@operator("Trilu", since=14, known=(1,))
+@operator("Trilu", since=14, known_inputs=(1,))
 def _triangle(x: _Tensor, k: Any, *, upper: int) -> _Tensor:
     if isinstance(k, _Tensor) and is_traced(k):
         rows, columns = (torch.arange(x.shape[axis], device=x.device) for axis in (-2, -1))
         distance = columns - rows[:, None]
-        kept = distance >= k.reshape(()) if upper else distance <= k.reshape(())
-        return torch.where(kept, x, torch.zeros_like(x))
+        inside = distance >= k.reshape(()) if upper else distance <= k.reshape(())
+        return torch.where(inside, x, torch.zeros_like(x))
     diagonal = 0 if k is None else k.item()
     return torch.triu(x, diagonal) if upper else torch.tril(x, diagonal)
 
@@ -214,7 +215,7 @@ def _depth_to_space(x: _Tensor, *, blocksize: int, mode: str = "DCR", node: Node
     n, c, h, w = x.shape
     if mode not in ("DCR", "CRD"):
         raise node.error(f"mode is {mode!r}, but must be 'DCR' or 'CRD'")
-    if mode == "CRD":
+    if mode == "CRD":  # the order of PyTorch's pixel_shuffle
         return F.pixel_shuffle(x, blocksize)
     rest = c // blocksize**2
     x = x.reshape(n, blocksize, blocksize, rest, h, w).permute(0, 3, 4, 1, 5, 2)
@@ -249,7 +250,7 @@ def _tensor_scatter(
     return past.scatter(axis, position.reshape(shape).expand(update.shape), update)
 
 
-@operator("SplitToSequence", since=11, known=(1,))
+@operator("SplitToSequence", since=11, known_inputs=(1,))
 def _split_to_sequence(x: _Tensor, split: Any, *, axis: int, keepdims: int, node: Node) -> tuple[list[_Tensor]]:
     if split is None:
         parts = list(torch.split(x, 1, axis))

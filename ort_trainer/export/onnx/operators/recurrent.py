@@ -1,6 +1,6 @@
 """Recurrent layers: RNN, GRU and LSTM.
 
-Layers that PyTorch has too are computed by its operators, others step by step, as many steps as the sequence is long.
+PyTorch's operators compute the layers that PyTorch has too. Others are computed step by step over the sequence.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _Tensor = torch.Tensor
 _Function = Callable[[_Tensor], _Tensor]
 
 _DEFAULTS = {"RNN": ("tanh",), "GRU": ("sigmoid", "tanh"), "LSTM": ("sigmoid", "tanh", "tanh")}
-# Where PyTorch's gates are among ONNX's.
+# The position of each of PyTorch's gates among ONNX's: GRU r, z, n among z, r, h; LSTM i, f, g, o among i, o, f, c.
 _ORDER = {"RNN": (0,), "GRU": (1, 0, 2), "LSTM": (0, 2, 3, 1)}
 _NATIVE: dict[str, Any] = {"tanh": torch.rnn_tanh, "relu": torch.rnn_relu, "GRU": torch.gru, "LSTM": torch.lstm}
 
@@ -37,7 +37,7 @@ class _Layer:
         functions: The activation functions.
         linear_before_reset: Of a GRU: whether the reset gate comes after the product.
         input_forget: Of an LSTM: whether the forget gate is coupled to the input gate.
-        is_plain: Whether PyTorch has such a layer, as far as attributes say.
+        is_plain: Whether PyTorch has a layer with these attributes.
         node: The node.
     """
 
@@ -59,12 +59,13 @@ class _Layer:
         Returns:
             All states, T x N x H, and the last state and cell, both N x H.
         """
-        # PyTorch returns only the cell at the end of the longest sequence.
+        # PyTorch returns the cell at the last step of the batch only, not at the end of each shorter sequence.
         if self.is_plain and (lengths is None or self.kind != "LSTM" or not self.node.wants(2)):
             return self._native(x, lengths, h, c)
         return self._stepwise(x, lengths, h, c)
 
     def _native(self, x: _Tensor, lengths: _Tensor | None, h: _Tensor, c: _Tensor) -> tuple[_Tensor, _Tensor, _Tensor]:
+        """Runs PyTorch's operator; outputs after the end of a sequence are replaced by zeros."""
         weights = [_reordered(self.weight, self.kind), _reordered(self.recurrent, self.kind)]
         if self.bias is not None:
             weights += [_reordered(part, self.kind) for part in self.bias.chunk(2)]
@@ -109,6 +110,11 @@ class _Layer:
         return self.functions[0](x + F.linear(h, self.recurrent, bias)), c
 
     def _gru_step(self, x: _Tensor, h: _Tensor, c: _Tensor, bias: _Tensor | None) -> tuple[_Tensor, _Tensor]:
+        """Returns the state after a step.
+
+        z, r = f(x W^T + h R^T + b);  n = g(x Wn^T + (r h) Rn^T + bn), or with linear_before_reset
+        n = g(x Wn^T + r (h Rn^T + bn));  h = (1 - z) n + z h
+        """
         f, g = self.functions
         size = h.shape[1]
         of_gates = None if bias is None else bias[: 2 * size]
@@ -122,6 +128,11 @@ class _Layer:
         return (1 - update) * candidate + update * h, c
 
     def _lstm_step(self, x: _Tensor, h: _Tensor, c: _Tensor, bias: _Tensor | None) -> tuple[_Tensor, _Tensor]:
+        """Returns the state and the cell after a step.
+
+        i, o, f from the activation f, the candidate from g:  c = f c + i g;  h = o last(c). Peepholes add the cell to
+        the gates: the old cell to i and f, the new one to o.
+        """
         f, g, last = self.functions
         of_input, of_output, of_forget, of_cell = (x + F.linear(h, self.recurrent, bias)).chunk(4, 1)
         peep_input, peep_output, peep_forget = (0, 0, 0) if self.peepholes is None else self.peepholes.chunk(3)
@@ -132,6 +143,7 @@ class _Layer:
 
 
 def _reordered(weight: _Tensor, kind: str) -> _Tensor:
+    """Returns a weight or bias with its gates in PyTorch's order."""
     order = _ORDER[kind]
     if len(order) == 1:
         return weight
@@ -213,7 +225,7 @@ def _lstm(
 
 @dataclass
 class _Settings:
-    """The attributes that all three operators have, and those of one."""
+    """The attributes of the three operators; the last two belong to GRU and to LSTM."""
 
     direction: str
     layout: int
@@ -278,8 +290,8 @@ class _Settings:
         functions = list(self._functions(names))
         for i in range(count):
             part = slice(i * len(defaults), (i + 1) * len(defaults))
-            has = tuple(names[part])
-            is_plain = has == defaults or (kind == "RNN" and has == ("relu",))
+            activations = tuple(names[part])
+            is_plain = activations == defaults or (kind == "RNN" and activations == ("relu",))
             is_plain = is_plain and self.clip is None and peepholes is None and not self.input_forget
             yield _Layer(
                 kind,
@@ -287,7 +299,7 @@ class _Settings:
                 recurrent[i],
                 None if bias is None else bias[i],
                 None if peepholes is None else peepholes[i],
-                has,
+                activations,
                 functions[part],
                 self.linear_before_reset,
                 self.input_forget,
@@ -296,7 +308,7 @@ class _Settings:
             )
 
     def _functions(self, names: Sequence[str]) -> Iterator[_Function]:
-        """Gives each activation function its parameters, in order, if it has any."""
+        """Yields the activation functions with their parameters, which ``alpha`` and ``beta`` list in order."""
         alphas, betas = iter(self.alpha or ()), iter(self.beta or ())
         for name in names:
             if name not in _ACTIVATIONS:
@@ -311,7 +323,7 @@ def _clipped(function: Callable[..., _Tensor], parameters: list[float], clip: fl
     return lambda x: function(x if clip is None else x.clamp(-clip, clip), *parameters)
 
 
-# The functions with the defaults of alpha and beta, if they have them.
+# Each activation function, with the defaults of alpha and beta, or None if it has no such parameter.
 _ACTIVATIONS: dict[str, tuple[Callable[..., _Tensor], float | None, float | None]] = {
     "affine": (lambda x, alpha, beta: alpha * x + beta, 1.0, 0.0),
     "elu": (F.elu, 1.0, None),
@@ -328,7 +340,7 @@ _ACTIVATIONS: dict[str, tuple[Callable[..., _Tensor], float | None, float | None
 
 
 def _reversed(x: _Tensor, lengths: _Tensor | None) -> _Tensor:
-    """Reverses sequences, T x N x ..., each within its length."""
+    """Reverses sequences, (time, batch, ...), each within its length."""
     if lengths is None:
         return x.flip(0)
     t = torch.arange(x.shape[0]).unsqueeze(1)

@@ -27,6 +27,7 @@ def _mean(x: _Tensor, axes: _Axes, keepdim: bool) -> _Tensor:
 
 
 def _extreme(x: _Tensor, axes: _Axes, keepdim: bool, largest: bool) -> _Tensor:
+    """Returns the maximum or minimum over axes, also of empty ones, booleans and unsigned numbers."""
     if any(isinstance(x.shape[axis], int) and x.shape[axis] == 0 for axis in axes):
         shape = [1 if axis in axes else size for axis, size in enumerate(x.shape) if keepdim or axis not in axes]
         return torch.full(shape, _limit(x.dtype, lowest=largest), dtype=x.dtype, device=x.device)
@@ -38,7 +39,7 @@ def _extreme(x: _Tensor, axes: _Axes, keepdim: bool, largest: bool) -> _Tensor:
 
 
 def _limit(dtype: torch.dtype, lowest: bool) -> Any:
-    """Returns the maximum or minimum of no numbers."""
+    """Returns the maximum or minimum over no elements: the least or greatest number of the dtype."""
     if dtype.is_floating_point:
         return -math.inf if lowest else math.inf
     if dtype == torch.bool:
@@ -53,7 +54,7 @@ def _product(x: _Tensor, axes: _Axes, keepdim: bool) -> _Tensor:
 
 
 def _of_floats(function: Callable[[_Tensor, _Axes, bool], _Tensor]) -> Callable[[_Tensor, _Axes, bool], _Tensor]:
-    """Returns a reduction that computes with floating-point numbers for integers, too."""
+    """Returns a reduction that computes integers in double precision."""
 
     def reduce(x: _Tensor, axes: _Axes, keepdim: bool) -> _Tensor:
         return function(x if x.is_floating_point() else x.double(), axes, keepdim).to(x.dtype)
@@ -82,14 +83,14 @@ def _register_reduction(name: str, reduce: Callable[[_Tensor, _Axes, bool], _Ten
             return reduce(x, chosen, bool(keepdims))
         return reduce(x.reshape(1), (0,), False)  # a single number
 
-    # The axes were an attribute, until ReduceSum and later the others got them as an input.
+    # The axes became an input in opset 13 for ReduceSum, and in opset 18 for the others.
     by_input = 13 if name == "ReduceSum" else 18
 
     @operator(name, until=by_input - 1)
     def by_attribute(x: _Tensor, *, axes: list[int] | None = None, keepdims: int) -> _Tensor:
         return run(x, axes, keepdims)
 
-    @operator(name, since=by_input, known=(1,))
+    @operator(name, since=by_input, known_inputs=(1,))
     def by_inputs(x: _Tensor, axes: Any, *, keepdims: int, noop_with_empty_axes: int, node: Node) -> _Tensor:
         chosen = None if axes is None else integers(axes, "axes", node)
         return reduce(x.unsqueeze(0), (0,), False) if noop_with_empty_axes and not chosen else run(x, chosen, keepdims)
@@ -128,12 +129,12 @@ def _position(find: Callable[..., _Tensor], x: _Tensor, axis: int, keepdims: int
     return find(x, axis, bool(keepdims))
 
 
-@operator("CumSum", since=11, known=(1,))
+@operator("CumSum", since=11, known_inputs=(1,))
 def _cumulative_sum(x: _Tensor, axis: Any, *, exclusive: int, reverse: int, node: Node) -> _Tensor:
     return _cumulative(torch.cumsum, 0, x, integers(axis, "axis", node)[0], exclusive, reverse)
 
 
-@operator("CumProd", since=26, known=(1,))
+@operator("CumProd", since=26, known_inputs=(1,))
 def _cumulative_product(x: _Tensor, axis: Any, *, exclusive: int, reverse: int, node: Node) -> _Tensor:
     return _cumulative(torch.cumprod, 1, x, integers(axis, "axis", node)[0], exclusive, reverse)
 
@@ -141,6 +142,7 @@ def _cumulative_product(x: _Tensor, axis: Any, *, exclusive: int, reverse: int, 
 def _cumulative(
     function: Callable[..., _Tensor], neutral: int, x: _Tensor, axis: int, exclusive: int, reverse: int
 ) -> _Tensor:
+    """Returns running sums or products; if exclusive, without the current element: the first is the neutral one."""
     x = x.flip(axis) if reverse else x
     if exclusive:
         first = torch.full_like(x.narrow(axis, 0, 1), neutral)
@@ -152,7 +154,8 @@ def _cumulative(
 def _softmax(x: _Tensor, axis: int, node: Node) -> _Tensor:
     if not node.consumers & {"IsNaN", "Where"}:
         return torch.softmax(x, axis)
-    # Attention may replace the NaN of rows that are masked entirely, but that does not replace the NaN in the gradient.
+    # Attention may replace the NaN of fully masked rows by zeros, but their gradient would stay NaN: torch.softmax must
+    # not see these rows.
     masked = (x == -math.inf).all(axis, keepdim=True)
     return torch.where(masked, math.nan, torch.softmax(torch.where(masked, 0, x), axis))
 
@@ -168,7 +171,7 @@ def _hardmax(x: _Tensor, axis: int, node: Node) -> _Tensor:
 def _register_softmax(name: str, function: Callable[[_Tensor, int, Node], _Tensor]) -> None:
     @operator(name, until=12)
     def over_rest(x: _Tensor, *, axis: int, node: Node) -> _Tensor:
-        # An axis and all after it together.
+        # Before opset 13, it normalizes over the axis and all after it together.
         axis = axis % x.dim()
         return function(x.flatten(axis), axis, node).reshape(x.shape)
 

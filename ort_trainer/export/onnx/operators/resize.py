@@ -1,7 +1,8 @@
 """Resizes images: Resize and Upsample.
 
-Along each axis, an element of the output is a sum of neighbours in the input with coefficients that depend on where it
-lies. PyTorch's interpolation does it where it means the same; otherwise the sums are written out, axis by axis.
+Along each axis, an element of the output is a weighted sum of neighbours in the input; the weights depend on its
+position. PyTorch's interpolation is used where it means the same as ONNX's; otherwise the sums are written out, axis by
+axis.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class _Axis:
     Attributes:
         axis: The axis.
         size: The size of the input.
-        wanted: The size of the output.
+        output_size: The size of the output.
         scale: The scale; its product with the input's size may differ from the output's.
         begin: Where the region to be resized begins, as a part of the input.
         end: Where it ends.
@@ -36,7 +37,7 @@ class _Axis:
 
     axis: int
     size: Number
-    wanted: Number
+    output_size: Number
     scale: Number
     begin: float = 0.0
     end: float = 1.0
@@ -65,12 +66,12 @@ def _upsample_by_attribute(x: _Tensor, *, mode: str, scales: list[float], node: 
     return _by_scales(x, scales, mode, node)
 
 
-@operator("Upsample", since=9, known=(1,))
+@operator("Upsample", since=9, known_inputs=(1,))
 def _upsample_by_input(x: _Tensor, scales: Any, *, mode: str, node: Node) -> _Tensor:
     return _by_scales(x, numbers(scales, "scales", node), mode, node)
 
 
-@operator("Resize", since=10, until=10, known=(1,))
+@operator("Resize", since=10, until=10, known_inputs=(1,))
 def _resize_of_10(x: _Tensor, scales: Any, *, mode: str, node: Node) -> _Tensor:
     return _by_scales(x, numbers(scales, "scales", node), mode, node)
 
@@ -81,7 +82,7 @@ def _by_scales(x: _Tensor, scales: Sequence[Number], mode: str, node: Node) -> _
     return _resized(x, axes, _Kind(mode, "asymmetric", "floor", -0.75, False, False, 0.0), node)
 
 
-@operator("Resize", since=11, known=(1, 2, 3))
+@operator("Resize", since=11, known_inputs=(1, 2, 3))
 def _resize(
     x: _Tensor,
     region: Any,
@@ -102,16 +103,16 @@ def _resize(
     chosen = list(range(x.dim())) if axes is None else [axis % x.dim() for axis in axes]
     crops = coordinate_transformation_mode == "tf_crop_and_resize"
     begin_end = numbers(region, "roi", node) if crops else [0.0] * len(chosen) + [1.0] * len(chosen)
-    given = [] if scales is None else [float(scale) for scale in numbers(scales, "scales", node)]
-    if given and crops:
-        parts = zip(chosen, given, begin_end, begin_end[len(chosen) :], strict=False)
-        found = [_Axis(a, x.shape[a], _floor(x.shape[a] * (end - begin) * s), s) for a, s, begin, end in parts]
-    elif given:
-        found = [_scaled(axis, x.shape[axis], scale) for axis, scale in zip(chosen, given, strict=True)]
+    factors = [] if scales is None else [float(scale) for scale in numbers(scales, "scales", node)]
+    if factors and crops:
+        parts = zip(chosen, factors, begin_end, begin_end[len(chosen) :], strict=False)
+        resized = [_Axis(a, x.shape[a], _floor(x.shape[a] * (end - begin) * s), s) for a, s, begin, end in parts]
+    elif factors:
+        resized = [_scaled(axis, x.shape[axis], scale) for axis, scale in zip(chosen, factors, strict=True)]
     else:
-        found = _sized(x, chosen, integers(sizes, "sizes", node), keep_aspect_ratio_policy, node)
-    regions = zip(found, begin_end[: len(chosen)], begin_end[len(chosen) :], strict=True)
-    found = [_Axis(a.axis, a.size, a.wanted, a.scale, begin, end) for a, begin, end in regions]
+        resized = _sized(x, chosen, integers(sizes, "sizes", node), keep_aspect_ratio_policy, node)
+    regions = zip(resized, begin_end[: len(chosen)], begin_end[len(chosen) :], strict=True)
+    resized = [_Axis(a.axis, a.size, a.output_size, a.scale, begin, end) for a, begin, end in regions]
     if antialias and mode == "nearest":
         raise node.error("antialias is for the modes linear and cubic, but the mode is 'nearest'")
     kind = _Kind(
@@ -123,21 +124,23 @@ def _resize(
         bool(antialias),
         extrapolation_value,
     )
-    return _resized(x, found, kind, node)
+    return _resized(x, resized, kind, node)
 
 
 def _scaled(axis: int, size: Number, scale: float) -> _Axis:
+    """Describes an axis resized by a scale; a whole scale keeps a symbolic size free of rounding."""
     if float(scale).is_integer():
         return _Axis(axis, size, size * int(scale), float(scale))
     return _Axis(axis, size, _floor(size * float(scale)), float(scale))
 
 
 def _floor(size: Number) -> Any:
-    """Returns a size, which is positive, as an integer."""
+    """Returns the floor of a size; truncation is the floor, because sizes are positive."""
     return torch.sym_int(size)  # type: ignore[no-untyped-call]
 
 
 def _sized(x: _Tensor, axes: Sequence[int], sizes: Sequence[Number], policy: str, node: Node) -> list[_Axis]:
+    """Describes axes resized to these sizes, or by one common scale to at most or at least these sizes."""
     pairs = list(zip(axes, sizes, strict=True))
     if policy == "stretch":
         return [_Axis(a, x.shape[a], new, 1.0 if new is x.shape[a] else _ratio(new, x.shape[a])) for a, new in pairs]
@@ -150,8 +153,8 @@ def _sized(x: _Tensor, axes: Sequence[int], sizes: Sequence[Number], policy: str
     return [_Axis(a, x.shape[a], new, scale) for a, new in rounded]
 
 
-def _ratio(wanted: Number, size: Number) -> Number:
-    return wanted / size
+def _ratio(output_size: Number, size: Number) -> Number:
+    return output_size / size
 
 
 def _resized(x: _Tensor, axes: Sequence[_Axis], kind: _Kind, node: Node) -> _Tensor:
@@ -177,17 +180,17 @@ def _by_pytorch(x: _Tensor, axes: Sequence[_Axis], kind: _Kind) -> _Tensor | Non
     spatial = {axis.axis: axis for axis in axes}
     if not 1 <= rank <= 3 or min(spatial) < 2 or kind.antialias or not x.dtype.is_floating_point:
         return None
-    by_size = all(axis.wanted is not None and not _is_fractional(axis) for axis in axes)
+    by_size = all(axis.output_size is not None and not _is_fractional(axis) for axis in axes)
     align = kind.coordinates == "align_corners"
     half = kind.coordinates in ("half_pixel", "half_pixel_symmetric") or (
         kind.coordinates == "pytorch_half_pixel"
-        and all(isinstance(axis.wanted, int) and axis.wanted > 1 for axis in axes)
+        and all(isinstance(axis.output_size, int) and axis.output_size > 1 for axis in axes)
     )
-    if not by_size or not all(isinstance(axis.wanted, int) or not align for axis in axes):
+    if not by_size or not all(isinstance(axis.output_size, int) or not align for axis in axes):
         return None
-    if align and any(axis.wanted == 1 for axis in axes):
+    if align and any(axis.output_size == 1 for axis in axes):
         return None
-    size = [spatial[i].wanted if i in spatial else x.shape[i] for i in range(2, x.dim())]
+    size = [spatial[i].output_size if i in spatial else x.shape[i] for i in range(2, x.dim())]
     if kind.mode == "nearest" and kind.coordinates == "asymmetric" and kind.nearest == "floor":
         return F.interpolate(x, size)
     if kind.mode == "linear" and (half or align) and not kind.exclude_outside:
@@ -198,9 +201,12 @@ def _by_pytorch(x: _Tensor, axes: Sequence[_Axis], kind: _Kind) -> _Tensor | Non
 
 
 def _is_fractional(axis: _Axis) -> bool:
-    """Returns whether the scale is not that of the sizes, or can't be known to be."""
-    if isinstance(axis.size, int) and isinstance(axis.wanted, int):
-        return not math.isclose(axis.wanted, axis.size * float(axis.scale), rel_tol=1e-6)
+    """Returns whether the scale differs from the ratio of the sizes, or may differ because they are symbolic.
+
+    PyTorch computes positions from the ratio of the sizes, ONNX from the scale.
+    """
+    if isinstance(axis.size, int) and isinstance(axis.output_size, int):
+        return not math.isclose(axis.output_size, axis.size * float(axis.scale), rel_tol=1e-6)
     return isinstance(axis.scale, float) and not axis.scale.is_integer()
 
 
@@ -226,8 +232,8 @@ def _along(x: _Tensor, axis: _Axis, kind: _Kind, node: Node) -> _Tensor:
 
 
 def _places(axis: _Axis, kind: _Kind, node: Node) -> Any:
-    """Returns where each element of the output lies in the input."""
-    y = torch.arange(axis.wanted, dtype=torch.float64)
+    """Returns the position of each element of the output in the input, by ONNX's formula of each coordinate mode."""
+    y = torch.arange(axis.output_size, dtype=torch.float64)
     # The output's size before it was rounded.
     exact = axis.size * axis.scale
     last = axis.size - 1
@@ -236,20 +242,24 @@ def _places(axis: _Axis, kind: _Kind, node: Node) -> Any:
     if kind.coordinates == "asymmetric":
         return y / axis.scale
     if kind.coordinates == "tf_crop_and_resize":
-        if axis.wanted == 1:
+        if axis.output_size == 1:
             return y * 0 + 0.5 * (axis.begin + axis.end) * last
-        return y * ((axis.end - axis.begin) * last / (axis.wanted - 1)) + axis.begin * last
+        return y * ((axis.end - axis.begin) * last / (axis.output_size - 1)) + axis.begin * last
     if kind.coordinates == "pytorch_half_pixel" and exact == 1:
         return y * 0 - 0.5
     if kind.coordinates in ("half_pixel", "pytorch_half_pixel"):
         return (y + 0.5) / axis.scale - 0.5
     if kind.coordinates == "half_pixel_symmetric":
-        return axis.size / 2 * (1 - axis.wanted / exact) + (y + 0.5) / axis.scale - 0.5
+        return axis.size / 2 * (1 - axis.output_size / exact) + (y + 0.5) / axis.scale - 0.5
     raise node.error(f"coordinate_transformation_mode is {kind.coordinates!r}, which ONNX does not define")
 
 
 def _coefficients(place: _Tensor, axis: _Axis, kind: _Kind, node: Node) -> tuple[_Tensor, _Tensor]:
-    """Returns the first neighbour of each element, and the coefficients of all."""
+    """Returns the index of each element's first neighbour, and the coefficients of all neighbours.
+
+    For cubic, Keys' convolution kernel with ``a`` = cubic_coeff_a (R. Keys, 1981), at a distance d from the element:
+    (a + 2) d^3 - (a + 3) d^2 + 1 for d <= 1, and a d^3 - 5a d^2 + 8a d - 4a for 1 < d < 2.
+    """
     left = place.floor()
     if kind.mode == "nearest":
         rounding = {
@@ -269,7 +279,7 @@ def _coefficients(place: _Tensor, axis: _Axis, kind: _Kind, node: Node) -> tuple
         if not isinstance(axis.scale, (int, float)):
             raise node.error("with antialias it needs to know its scale: give it as a constant, or fix the sizes")
         scale = min(float(axis.scale), 1.0)
-    # With antialias, the coefficients reach further where the image gets smaller.
+    # With antialias, a downscaled element averages over more neighbours: the kernel is stretched by 1 / scale.
     begin = math.floor(-reach / scale) + 1
     distance = (torch.arange(begin, 2 - begin, dtype=place.dtype) - (place - left).unsqueeze(1)) * scale
     size = distance.abs()

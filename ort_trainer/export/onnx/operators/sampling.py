@@ -1,4 +1,4 @@
-"""Reads images between their pixels."""
+"""Bilinear interpolation of images at points between pixels."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["bilinear", "corners"]
 
 
 def bilinear(images: torch.Tensor, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """Reads images at points between pixels; outside of the image there are zeros.
+    """Interpolates images at points between pixels; pixels outside of the image are zeros.
 
     Args:
         images: Of the shape N x C x H x W.
@@ -27,7 +27,10 @@ def bilinear(images: torch.Tensor, y: torch.Tensor, x: torch.Tensor) -> torch.Te
 
 
 def corners(images: torch.Tensor, y: torch.Tensor, x: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yields the four pixels around points, N x C x P, with their factors, N x P, as for :func:`bilinear`."""
+    """Yields the four pixels around each point, N x C x P, and their interpolation weights, N x P.
+
+    The arguments are those of :func:`bilinear`.
+    """
     height, width = images.shape[-2:]
     top, left = y.floor(), x.floor()
     down, right = y - top, x - left

@@ -25,19 +25,19 @@ def _construct(*values: _Tensor) -> tuple[_Sequence]:
     return (list(values),)
 
 
-@operator("SequenceAt", since=11, known=(1,))
+@operator("SequenceAt", since=11, known_inputs=(1,))
 def _at(sequence: _Sequence, position: Value, *, node: Node) -> Value:
     return sequence[int(integers(position, "position", node)[0])]
 
 
-@operator("SequenceInsert", since=11, known=(2,))
+@operator("SequenceInsert", since=11, known_inputs=(2,))
 def _insert(sequence: _Sequence, value: _Tensor, position: Value, *, node: Node) -> tuple[_Sequence]:
     place = len(sequence) if position is None else int(integers(position, "position", node)[0])
     place = place + len(sequence) if place < 0 else place
     return ([*sequence[:place], value, *sequence[place:]],)
 
 
-@operator("SequenceErase", since=11, known=(1,))
+@operator("SequenceErase", since=11, known_inputs=(1,))
 def _erase(sequence: _Sequence, position: Value, *, node: Node) -> tuple[_Sequence]:
     place = -1 if position is None else int(integers(position, "position", node)[0])
     place = place + len(sequence) if place < 0 else place
@@ -58,8 +58,8 @@ def _concat(sequence: _Sequence, *, axis: int, new_axis: int) -> _Tensor:
 def _map(sequence: _Sequence, *others: Value, body: Body) -> tuple[Value, ...]:
     results = []
     for i, value in enumerate(sequence):
-        given = [other[i] if isinstance(other, list) else other for other in others]
-        results.append(body.tensors(body(value, *given)))
+        arguments = [other[i] if isinstance(other, list) else other for other in others]
+        results.append(body.tensors(body(value, *arguments)))
     return tuple(list(values) for values in zip(*results, strict=True))
 
 

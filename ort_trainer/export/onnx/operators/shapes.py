@@ -1,4 +1,4 @@
-"""Shapes: reading, changing, joining and splitting; constants that are made from sizes."""
+"""Shapes: reading and changing them, concatenation, and constants computed from sizes."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import numpy as np
 import torch
 
 from ..registry import Node, known_operator, operator
-from ..values import Known, as_tensor, integers, known, numbers
+from ..values import Known, as_tensor, integers, known_array, numbers
 
 _Tensor = torch.Tensor
-# Larger results are tensors, which take no memory while a model is traced, whatever size a model asks for.
+# Larger results are tensors: in a trace they take no memory, however large the size in a model.
 _MOST_FILLED, _MOST_EXPANDED = 64, 1024
 
 
-@operator("Identity", known=True)
+@operator("Identity", known_inputs=True)
 def _identity(x: Any) -> Any:
     return x
 
@@ -24,10 +24,10 @@ def _identity(x: Any) -> Any:
 @operator("Shape", since=1)
 def _shape(x: _Tensor, *, start: int = 0, end: int | None = None) -> Known:
     rank = x.dim()
-    # Slices limit negative positions at the rank, but only once.
+    # ONNX clamps positions below -rank to 0; a Python slice would add the rank to the result again.
     first = max(start + rank, 0) if start < 0 else start
     last = rank if end is None else max(end + rank, 0) if end < 0 else end
-    return known(list(x.shape[first:last]))
+    return known_array(list(x.shape[first:last]))
 
 
 @known_operator("Shape", since=1)
@@ -37,10 +37,10 @@ def _shape_known(x: Known, *, start: int = 0, end: int | None = None) -> Known:
 
 @operator("Size")
 def _size(x: _Tensor) -> Known:
-    return known(x.numel())
+    return known_array(x.numel())
 
 
-@operator("Reshape", since=5, known=(1,))
+@operator("Reshape", since=5, known_inputs=(1,))
 def _reshape(x: _Tensor, shape: Any, *, allowzero: int = 0, node: Node) -> _Tensor:
     return x.reshape(_new_shape(x, integers(shape, "shape", node), allowzero))
 
@@ -51,6 +51,7 @@ def _reshape_known(x: Known, shape: Known, *, allowzero: int = 0) -> Any:
 
 
 def _new_shape(x: Any, shape: list[Any], allowzero: int) -> list[Any]:
+    """Returns the shape for Reshape: unless ``allowzero``, a 0 keeps the size of the input."""
     if allowzero:
         return shape
     return [x.shape[i] if isinstance(size, int) and size == 0 else size for i, size in enumerate(shape)]
@@ -61,7 +62,7 @@ def _squeeze_by_attribute(x: _Tensor, *, axes: list[int] | None = None) -> Any:
     return _squeeze(x, axes)
 
 
-@operator("Squeeze", since=13, known=(1,))
+@operator("Squeeze", since=13, known_inputs=(1,))
 def _squeeze_by_input(x: _Tensor, axes: Any, *, node: Node) -> Any:
     return _squeeze(x, None if axes is None else integers(axes, "axes", node))
 
@@ -89,7 +90,7 @@ def _unsqueeze_by_attribute(x: _Tensor, *, axes: list[int]) -> Any:
     return _unsqueeze(x, axes)
 
 
-@operator("Unsqueeze", since=13, known=(1,))
+@operator("Unsqueeze", since=13, known_inputs=(1,))
 def _unsqueeze_by_input(x: _Tensor, axes: Any, *, node: Node) -> Any:
     return _unsqueeze(x, integers(axes, "axes", node))
 
@@ -129,7 +130,7 @@ def _transpose_known(x: Known, *, perm: list[int] | None = None) -> Known:
     return np.transpose(x, perm)
 
 
-@operator("Expand", since=8, known=(1,))
+@operator("Expand", since=8, known_inputs=(1,))
 def _expand(x: _Tensor, shape: Any, *, node: Node) -> _Tensor:
     sizes = integers(shape, "shape", node)
     x = x.reshape([1] * (len(sizes) - x.dim()) + list(x.shape)) if len(sizes) > x.dim() else x
@@ -148,7 +149,7 @@ def _expand_known(x: Known, shape: Known) -> Any:
     return np.broadcast_to(x, sizes) if math.prod(sizes) <= _MOST_EXPANDED else NotImplemented
 
 
-@operator("Tile", since=6, known=(1,))
+@operator("Tile", since=6, known_inputs=(1,))
 def _tile(x: _Tensor, repeats: Any, *, node: Node) -> _Tensor:
     return x.repeat(integers(repeats, "repeats", node))
 
@@ -163,7 +164,7 @@ def _concat_known(*values: Known, axis: int) -> Known:
     return np.concatenate(values, axis)
 
 
-@operator("Range", since=11, known=True)
+@operator("Range", since=11, known_inputs=True)
 def _range(start: Any, limit: Any, delta: Any, *, node: Node) -> _Tensor:
     dtype = next((_dtype_of(value) for value in (start, limit, delta) if _dtype_of(value) is not None), torch.int64)
     first, last, step = (numbers(value, "its length", node)[0] for value in (start, limit, delta))
@@ -190,7 +191,7 @@ def _range_known(start: Known, limit: Known, delta: Known) -> Any:
     return np.arange(start.item(), limit.item(), delta.item(), dtype=start.dtype)
 
 
-@operator("ConstantOfShape", since=9, known=True)
+@operator("ConstantOfShape", since=9, known_inputs=True)
 def _constant_of_shape(shape: Any, *, value: Any = None, node: Node) -> _Tensor:
     filling = torch.zeros(1) if value is None else torch.from_numpy(np.array(value).reshape(1))
     return torch.full(integers(shape, "shape", node), filling.item(), dtype=filling.dtype)

@@ -48,7 +48,7 @@ class Windows:
 
     @property
     def symmetric(self) -> bool:
-        """Whether the padding is the same on both sides, and known."""
+        """Whether the padding is a fixed number, not negative, and the same on both sides."""
         pairs = zip(self.before, self.after, strict=True)
         return all(isinstance(a, int) and isinstance(b, int) and a == b >= 0 for a, b in pairs)
 
@@ -56,7 +56,7 @@ class Windows:
         """Returns the number of windows in each dimension.
 
         Args:
-            ceil: Whether a last window may reach beyond the padding, if it begins on the input or on the padding
+            ceil: Whether a last window may extend beyond the padding, if it begins on the input or on the padding
                 before it.
         """
         counts = []
@@ -69,7 +69,7 @@ class Windows:
         return counts
 
     def needed(self, ceil: bool) -> list[Number]:
-        """Returns the padding after the input that the last windows need; negative if they leave a rest."""
+        """Returns the padding after the input that the last windows need; negative if they don't reach its end."""
         return [
             (count - 1) * stride + extent - size - before
             for count, stride, extent, size, before in zip(
@@ -95,26 +95,26 @@ def windows_of(
     rank = x.dim() - 2
     if not 1 <= rank <= 3:
         raise node.error(f"its input has {rank} spatial dimensions, but PyTorch supports 1 to 3")
-    found = Windows(x.shape[2:], kernel, strides, dilations)
-    if any(len(values) != rank for values in (found.kernel, found.strides, found.dilations)):
+    windows = Windows(x.shape[2:], kernel, strides, dilations)
+    if any(len(values) != rank for values in (windows.kernel, windows.strides, windows.dilations)):
         raise node.error(f"kernel_shape, strides and dilations must have {rank} entries, as many as spatial dimensions")
     if auto_pad == "NOTSET":
         pads = pads or [0] * (2 * rank)
         if len(pads) != 2 * rank:
             raise node.error(f"pads are {list(pads)}, but must be {2 * rank} numbers")
-        found.before, found.after = list(pads[:rank]), list(pads[rank:])
+        windows.before, windows.after = list(pads[:rank]), list(pads[rank:])
     elif auto_pad != "VALID":
-        # As many windows as fit with this stride, the rest divided.
+        # The output has ceil(size / stride) windows: this is the total padding that they need.
         totals = [
             greatest(((size + stride - 1) // stride - 1) * stride + extent - size, 0) if stride > 1 else extent - 1
-            for size, stride, extent in zip(found.sizes, found.strides, found.extents, strict=True)
+            for size, stride, extent in zip(windows.sizes, windows.strides, windows.extents, strict=True)
         ]
-        found.before, found.after = same_pads(node, totals, auto_pad)
-    return found
+        windows.before, windows.after = same_pads(node, totals, auto_pad)
+    return windows
 
 
 def same_pads(node: Node, totals: Sequence[Number], auto_pad: str) -> tuple[list[Number], list[Number]]:
-    """Divides padding: the smaller half is before the input for SAME_UPPER, and after it for SAME_LOWER.
+    """Splits padding in halves: the smaller is before the input for SAME_UPPER, and after it for SAME_LOWER.
 
     Raises:
         ExportError: If ``auto_pad`` is unknown.
