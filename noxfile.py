@@ -28,7 +28,7 @@ TESTS = (
     "tests/export/test_cache.py",
     "tests/export/onnx/test_operators.py",
     "tests/export/onnx/test_trainer.py",
-    "tests/export/torch/programs",
+    "tests/export/torch/lower",
     "tests/export/torch/capture/test_describe.py",
     "tests/export/torch/graph/test_equal_layers.py",
     "tests/export/torch/capture/test_fingerprint.py",

@@ -206,8 +206,8 @@ def test_a_steady_step_keeps_its_way_short() -> None:
 
 def test_an_export_keeps_its_way_short(monkeypatch: pytest.MonkeyPatch) -> None:
     """As above. The notes of what is read, changed, left and kept outside, the names in code, generators of random
-    numbers, and conditions on values have stations."""
+    numbers, conditions on values, and kinds of kernels have stations."""
     monkeypatch.setenv("ORT_TRAINER_CACHE", "off")
     way = importlib.import_module("way").one_export().counts_of_stations
-    assert way["hops"] <= 46, way
-    assert way["files"] <= 39, way
+    assert way["hops"] <= 48, way
+    assert way["files"] <= 41, way
