@@ -11,11 +11,11 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from ort_trainer.export.torch.capture.capture.capture.torch_versions import TESTED
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from ort_trainer import __version__
+from ort_trainer.export.torch.capture.torch_versions import TESTED
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -11,11 +11,11 @@ import onnx
 import pytest
 import torch
 import torch.nn.functional as F
-from ort_trainer.export.torch.capture.capture.capture.eager import run_eagerly
 from torch import nn
 
 from ort_trainer import ORTTrainer, ORTTrainerOptions, VerificationError, optim
 from ort_trainer.export.torch import builder
+from ort_trainer.export.torch.capture.eager import run_eagerly
 from ort_trainer.export.torch.guard.reads import Reads
 from tests.helpers import MLP, MLP_DESC, assert_same_state, mlp_batches, mlp_trainer
 

@@ -13,14 +13,14 @@ import onnx
 import onnx.parser
 import pytest
 import torch
-from ort_trainer.export.torch.capture.capture.capture.capture import capture
-from ort_trainer.export.torch.capture.capture.capture.step_module import ExportedStep, StepModule
 from torch import nn
 
 from ort_trainer import ORTTrainer, optim
 from ort_trainer.core.errors import ExportError
 from ort_trainer.export.onnx import OnnxModule
 from ort_trainer.export.onnx.module import _Run
+from ort_trainer.export.torch.capture.capture import capture
+from ort_trainer.export.torch.capture.step_module import ExportedStep, StepModule
 from ort_trainer.options import ModelDescription
 
 

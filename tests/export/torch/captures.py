@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from ort_trainer.export.torch.capture.capture.capture.borrow import borrowed
-from ort_trainer.export.torch.capture.capture.capture.capture import capture
-from ort_trainer.export.torch.capture.capture.capture.step_module import StepModule
 from torch import nn
 
 from ort_trainer.export.torch import ExportedStep
+from ort_trainer.export.torch.capture.borrow import borrowed
+from ort_trainer.export.torch.capture.capture import capture
+from ort_trainer.export.torch.capture.step_module import StepModule
 from ort_trainer.export.torch.graph.differentiate import differentiate
 from ort_trainer.export.torch.graph.flat_graph import FlatGraph
 from ort_trainer.export.torch.lower.kinds import ONNX_RUNTIME

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from ort_trainer.export.torch.capture.capture.capture.capture import exportable_functions
 
+from ort_trainer.export.torch.capture.capture import exportable_functions
 from ort_trainer.export.torch.operators.registry import composites, decompositions, replacements
 
 aten = torch.ops.aten

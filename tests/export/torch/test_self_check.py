@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from ort_trainer.export.torch.capture.capture.capture import capture, torch_versions
 from torch import nn
 
 from ort_trainer import ORTTrainer, optim
 from ort_trainer.core.errors import ExportError
 from ort_trainer.export.cache import export_cache
 from ort_trainer.export.torch import self_check
+from ort_trainer.export.torch.capture import capture, torch_versions
 
 
 @pytest.fixture(autouse=True)

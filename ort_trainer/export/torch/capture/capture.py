@@ -44,7 +44,7 @@ CHECKPOINT = "ort_trainer_checkpoint"
 
 _OF_OPERATORS = "GeneratedBackwardFor_"
 _TORCH = str(Path(torch.__file__).parent)
-_OURS = str(Path(__file__).parents[2])
+_OURS = str(Path(__file__).parents[3])
 # Model code within torch: batch norm in training, for example, refuses a single value per channel.
 _TORCH_MODELS = str(Path(torch.nn.__file__).parent)
 _COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {

@@ -29,7 +29,7 @@ __all__ = [
 
 # Not the user's code: PyTorch and this package.
 _TORCH = Path(torch.__file__).parent
-LIBRARIES = (str(_TORCH), str(Path(__file__).parent))
+LIBRARIES = (str(_TORCH), str(Path(__file__).parents[1]))
 # The parts of PyTorch that compute in Python; the other parts only capture the model.
 _COMPUTES = tuple(str(_TORCH / part) for part in ("nn", "distributions", "functional.py", "_decomp", "_refs"))
 _GRADIENTS = tuple(

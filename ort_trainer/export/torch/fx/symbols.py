@@ -44,7 +44,7 @@ __all__ = [
 _CHOICE_OF_LIBRARY = re.compile(r"_subclasses/fake_impls\.py:\d+ in conv\)|cpp\.py:\d+ in need_use_acc_helper\)")
 _ARITHMETIC = ("_add", "_sub", "_mul", "_eq", "_ne", "_ge", "_gt", "_le", "_lt", "_sym_max", "_sym_min")
 _PYTHON = str(Path(os.__file__).parent)
-_CALLS_MODEL = str(Path(__file__).with_name("step_module.py"))
+_CALLS_MODEL = str(Path(__file__).parents[1] / "capture" / "step_module.py")
 _CALLS_OPERATOR = str(Path(torch.__file__).with_name("_ops.py"))
 
 

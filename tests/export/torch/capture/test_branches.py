@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from ort_trainer.export.torch.capture.capture.capture.branches import Branches, ValuesAsked
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ort_trainer import ExportError, ORTModule, ORTTrainer, ORTTrainerOptions, ValueBranchError, optim
+from ort_trainer.export.torch.capture.branches import Branches, ValuesAsked
 
 from ....helpers import MLP, assert_close, assert_same_training, mlp_batches
 

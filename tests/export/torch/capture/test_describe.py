@@ -12,10 +12,10 @@ import onnx
 import pytest
 import torch
 import torch.nn.functional as F
-from ort_trainer.export.torch.capture.capture.capture.describe import name_sample
 from torch import nn
 
 from ort_trainer import ExportError, ORTTrainer, optim
+from ort_trainer.export.torch.capture.describe import name_sample
 
 from ....fidelity.transformer_cases import CASES
 from ....helpers import MLP, MLP_DESC, assert_close, assert_same_training, assert_same_weights, mlp_batches

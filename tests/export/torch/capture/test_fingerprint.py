@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from ort_trainer.export.torch.capture.capture.capture import fingerprint
-from ort_trainer.export.torch.capture.capture.capture.borrow import borrowed, quiet
-from ort_trainer.export.torch.capture.capture.capture.capture import capture
-from ort_trainer.export.torch.capture.capture.capture.fingerprint import NoFingerprint
-from ort_trainer.export.torch.capture.capture.capture.step_module import StepModule
 from torch import nn
 
 from ort_trainer.export.torch import ExportedStep, RecomputeOptions
+from ort_trainer.export.torch.capture import fingerprint
+from ort_trainer.export.torch.capture.borrow import borrowed, quiet
+from ort_trainer.export.torch.capture.capture import capture
+from ort_trainer.export.torch.capture.fingerprint import NoFingerprint
+from ort_trainer.export.torch.capture.step_module import StepModule
 from ort_trainer.options import ModelDescription
 from tests import processes
 

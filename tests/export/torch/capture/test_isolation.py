@@ -7,11 +7,11 @@ import time
 
 import pytest
 import torch
-from ort_trainer.export.torch.capture.capture.capture import isolation
-from ort_trainer.export.torch.capture.capture.capture.isolation import can_isolate, run_in_child
 
 from ort_trainer import ExportError
 from ort_trainer.core.errors import IdleOptionError
+from ort_trainer.export.torch.capture import isolation
+from ort_trainer.export.torch.capture.isolation import can_isolate, run_in_child
 
 from ....helpers import mlp_batches, mlp_trainer
 
