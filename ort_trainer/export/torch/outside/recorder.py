@@ -1,10 +1,10 @@
 """Records what a run of a model and its loss reads outside tensors, and what it leaves there.
 
-A read is found in two ways. Attributes of modules and of other objects are recorded as they are read: for the time of
-the run, their classes get a ``__getattribute__`` that takes notes. Global variables, variables of closures and defaults
-can't be watched in Python, so those that the code of a function names are recorded when the function is first met.
+Attributes of modules and of other objects are recorded as they are read: during the run, their classes have a
+``__getattribute__`` that takes notes. Python has no way to watch global variables, variables of closures and defaults,
+so those that the code of a function names are recorded when the function is first met.
 
-What was left is found by comparison with copies (``changes.py``).
+What the run leaves is found by comparison with copies (``changes.py``).
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _CALLED_ON_CLASSES = frozenset(
 _NOT_CALLED = frozenset({"__init__", "__new__", "__init_subclass__", "__post_init__", "__del__", "__repr__", "__str__"})
 _NOT_CALLED |= {"__reduce__", "__reduce_ex__", "__getstate__", "__setstate__", "__copy__", "__deepcopy__", "__dir__"}
 _NOT_CALLED |= {"__getattribute__"}
-# Objects that can't be watched, so all that they hold counts as read.
+# Objects that can't be watched, so all of their attributes count as read.
 _NAMESPACES = (types.SimpleNamespace, threading.local)
 # Kinds of steps to what can be replaced for a run.
 _REPLACEABLE = frozenset({"attribute", "global", "cell", "item", "entry", "key"})
@@ -85,7 +85,7 @@ class Recorder:
         numbers: Places of numbers that change from run to run.
         tables: Places where runs leave tables that depend on sizes alone, and what was there before: the run begins
             with that.
-        settings: Places and values with which the run begins, too: what a former run has set or found there.
+        settings: Places and values with which the run begins, too: what a former run has set or read there.
         apart: Likewise, places and what :meth:`apart` has returned for them.
 
     Attributes:
@@ -97,7 +97,7 @@ class Recorder:
         kept_apart: As given.
         modes: The modules, by ``id``, whose attribute ``training`` the run has read.
         leftovers: What the last run has left.
-        result: What a module returns; None if it can't be written down.
+        result: The module's return value, encoded; None if it can't be encoded.
     """
 
     def __init__(
@@ -185,7 +185,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def with_backward_pass(self) -> Iterator[None]:
-        """Lets the last run in the context last until its end, as its backward pass reads outside, too.
+        """Extends the last run in the context to the context's end, as its backward pass reads outside, too.
 
         Raises:
             ExportError: If the backward pass has changed something there.
@@ -194,8 +194,8 @@ class Recorder:
         try:
             yield
             for change in self._copies.changes():
-                known = self._left.get(change.place, MISSING)
-                is_same = has_same_parts(change.now, known) if isinstance(known, CHANGEABLE) else change.now is known
+                left = self._left.get(change.place, MISSING)
+                is_same = has_same_parts(change.now, left) if isinstance(left, CHANGEABLE) else change.now is left
                 if not is_same:
                     raise ExportError(
                         f"the backward pass changes {described(change.place)!r}, in an autograd.Function or a hook, "
@@ -208,38 +208,38 @@ class Recorder:
     def _end(self) -> None:
         if self._is_running:
             self._is_running = False
-            for kind, own in self._classes.items():
-                _unwatch(kind, own)
+            for kind, replaced in self._classes.items():
+                _unwatch(kind, replaced)
             self._restore()
 
     def leave(self, strict: bool) -> tuple[torch.Tensor, ...]:
-        """Returns the tensors that the run has left outside, which are to be further results of it.
+        """Returns the tensors that the run has left outside, as its further results.
 
         Args:
-            strict: Whether what can't be left by a graph is an error.
+            strict: Whether to raise an error for a value that a graph can't leave, instead of ignoring it.
 
         Raises:
-            ExportError: If something was left that can't be written down.
+            ExportError: If the run leaves a value that can't be encoded.
         """
         self._refuse_what_no_graph_does()
         flags = self._flags_of_hooks()
-        found = (change for change in self._copies.changes() if change.place not in flags)
-        changes = [(change.place, change.now, change.before) for change in found]
+        recorded = (change for change in self._copies.changes() if change.place not in flags)
+        changes = [(change.place, change.now, change.before) for change in recorded]
         self._left = {place: copied(now) if place[-1].kind == "contents" else now for place, now, _ in changes}
         tensors: list[torch.Tensor] = []
-        known = self._known()
+        places = self._places_by_id()
         writes = []
         changes += [((*place, Step("end", "")), growing.added, []) for place, growing in self._growing.items()]
-        # Lists that grow come last, whether objects stand in for them or not: all runs leave tensors in one order.
+        # Lists that grow come last, with or without a stand-in, so that all runs leave tensors in the same order.
         changes.sort(key=lambda change: described(change[0]) if _is_growth(*change) else "")
         for place, now, before in changes:
             if place[-1].kind == "end" and not now:
                 continue
             if (is_plain(now) or _holds_plain_parts(now)) and frozen(now) == frozen(before):
                 continue
-            others = known
-            if place[-1].kind == "contents":  # of a container that is at its place already
-                others = {key: other for key, other in known.items() if key != id(now)}
+            others = places
+            if place[-1].kind == "contents":  # the container itself stays at its place, so its parts are encoded
+                others = {key: other for key, other in places.items() if key != id(now)}
                 if _is_growth(place, now, before) and place[:-1] in self.reads:
                     self._grown.add(place[:-1])
                 elif place[:-1] in self.reads:
@@ -275,12 +275,12 @@ class Recorder:
             )
 
     def _flags_of_hooks(self) -> set[Place]:
-        """Returns the attributes that say that the run has made its hooks: they aren't left, as hooks aren't.
+        """Returns the attributes by which a model remembers that it has registered its hooks.
 
-        Hooks that a first run makes are made anew in each capture, as each begins without them.
+        They are not left, as the hooks are not: each capture begins without both, so the model registers them again.
 
         Raises:
-            ExportError: If the run has made anything else, or hooks without such an attribute, so in every run.
+            ExportError: If the run has made other parts, or hooks without such an attribute, as then every run does.
         """
         flags: set[Place] = set()
         if self._copies.has_other_hooks:
@@ -294,63 +294,64 @@ class Recorder:
         return flags
 
     def replaced(self) -> dict[Place, Any]:
-        """Returns what was at the places that the run has changed so far; another run can begin with it."""
+        """Returns the former values at the places that the run has changed so far; another run can begin with them."""
         return {change.place: change.before for change in self._copies.changes()}
 
     def written(self, result: Any) -> tuple[torch.Tensor, ...]:
-        """Writes down what a module returns, in :attr:`result`, and returns the tensors in it.
+        """Encodes a module's return value, in :attr:`result`, and returns the tensors in it.
 
         Raises:
-            TypeError: If it can't be written down.
+            TypeError: If it can't be encoded.
         """
         tensors: list[torch.Tensor] = []
-        self.result = encode(result, tensors, self._known())
+        self.result = encode(result, tensors, self._places_by_id())
         return tuple(tensors)
 
     def value_read(self, tensor: torch.Tensor) -> None:
-        """Ties the graph to the numbers in a tensor from outside; if it is computed, in all that were met before."""
-        found = [place for known, place in self.outside().values() if known is tensor]
-        self._values.update(found or (place for _, place in self.outside().values()))
-        if not found:
+        """Ties the graph to the numbers in a tensor from outside; for a computed tensor, in all tensors met so far."""
+        places = [place for other, place in self.outside().values() if other is tensor]
+        self._values.update(places or (place for _, place in self.outside().values()))
+        if not places:
             for expression, _ in self.uses.scalars:
                 self.uses.fixed.update(places_of(expression))
 
-    def _known(self) -> dict[int, Place]:
+    def _places_by_id(self) -> dict[int, Place]:
+        """Returns the places of all objects and tensors that the run has met."""
         return {key: place for key, (_, place) in (*self._met.items(), *self.tensors.items())}
 
     def counters(self) -> set[Place]:
         """Returns the places of numbers that the run has read and replaced, and of lists to which it has appended."""
-        found = self._grown - self.uses.fixed
-        found |= self._counted
+        counters = self._grown - self.uses.fixed
+        counters |= self._counted
         for place, code in self.leftovers.writes:
             replaced = code[0] == "plain" and type(code[1]) in (int, float)
             if replaced and type(self.reads.get(place)) in (int, float) and place not in self.uses.fixed:
-                found.add(place)
-        return found
+                counters.add(place)
+        return counters
 
     def settings(self) -> dict[Place, Any]:
-        """Returns the places that the run has read and set, as a flag that something was done; not those of numbers."""
+        """Returns the places that the run has read and set, such as a flag "initialized"; not those of numbers."""
         plain = ((place, code[1]) for place, code in self.leftovers.writes if code[0] == "plain")
         kinds = (type(None), bool, str)
         return {p: new for p, new in plain if isinstance(new, kinds) and isinstance(self.reads.get(p, ()), kinds)}
 
     def apart(self) -> dict[Place, torch.Tensor]:
-        """Returns copies of tensors that are at several places, of which the run replaces some, as in a full deque.
+        """Returns copies of tensors that are at several places, some of which the run replaces, as in a full deque.
 
-        With a copy at each further place, the run is the same, as no graph changes such tensors in place.
+        A run with a copy at each further place computes the same, as no graph changes such tensors in place.
         """
         written = {place[:-1] if place[-1].kind == "contents" else place for place, _ in self.leftovers.writes}
         outside = {id(tensor) for tensor, _ in self.outside().values()}
-        found = {}
+        copies = {}
         for pair in self.aliases:
             value, owner = read(self._root, pair[1]), read(self._root, pair[1][:-1])
             replaced = any(place in written or place[:-1] in written for place in pair)
             if replaced and id(value) in outside and pair[1][-1].kind in _REPLACEABLE and type(owner) is not tuple:
-                found[pair[1]] = value.detach().clone()
-        return found
+                copies[pair[1]] = value.detach().clone()
+        return copies
 
     def settle(self, second: Recorder) -> None:
-        """Takes the notes of a second run, which began with :meth:`settings`, if it has left the same rest."""
+        """Takes the notes of a second run, which began with :meth:`settings`, if it has left the same otherwise."""
         if second.leftovers.writes == tuple(w for w in self.leftovers.writes if w[0] not in second._settings):
             self._settled = second._settings
             for place, value in second.reads.items():
@@ -358,18 +359,18 @@ class Recorder:
 
     def outside(self) -> dict[str, tuple[torch.Tensor, Place]]:
         """Returns the tensors from outside that the run has met, with their places, by a name for each."""
-        found: dict[str, tuple[torch.Tensor, Place]] = {}
-        own = set(map(id, (*self._root.model.parameters(), *self._root.model.buffers())))
-        tensors = [entry for entry in self.tensors.values() if id(entry[0]) not in own]
+        by_name: dict[str, tuple[torch.Tensor, Place]] = {}
+        of_model = set(map(id, (*self._root.model.parameters(), *self._root.model.buffers())))
+        tensors = [entry for entry in self.tensors.values() if id(entry[0]) not in of_model]
         if isinstance(self._root.loss_fn, nn.Module):
             for path, module in self._root.loss_fn.named_modules():
                 place = tuple(Step("get", part) for part in ("loss_fn", *path.split(".")) if part)
                 for key, tensor in (*module._parameters.items(), *module._buffers.items()):
-                    if tensor is not None and id(tensor) not in own:
+                    if tensor is not None and id(tensor) not in of_model:
                         tensors.append((tensor, (*place, Step("tensor", key))))
         for tensor, place in tensors:
-            found.setdefault(described(place), (tensor, place))
-        return found
+            by_name.setdefault(described(place), (tensor, place))
+        return by_name
 
     def notes(self, used: Collection[str]) -> Notes:
         """Returns what the run has read and left.
@@ -410,6 +411,7 @@ class Recorder:
             write(self._root, place, value)
 
     def _meet_module(self, module: nn.Module, place: Place) -> None:
+        """Takes note of a module, and copies what the run may change of it; its submodules are met separately."""
         if id(module) in self._met:
             return
         self._met[id(module)] = module, place
@@ -490,7 +492,7 @@ class Recorder:
 
     def _meet_object(self, value: Any, place: Place) -> None:
         kind = type(value)
-        # What functools.lru_cache makes, for example; an object's own __getattr__ is none of our business.
+        # Such as a function wrapped by functools.lru_cache. Statically, as a user's __getattr__ may run any code.
         wrapped = inspect.getattr_static(value, "__wrapped__", None)
         if isinstance(wrapped, types.FunctionType):
             self._meet(wrapped, (*place, Step("get", "__wrapped__")))
@@ -517,6 +519,7 @@ class Recorder:
                     self._record((*place, Step("class", name)), of_class(kind, name))
 
     def _meet_function(self, function: types.FunctionType, place: Place) -> None:
+        """Records what a function may read: its closure, defaults, globals, and the modules that it imports."""
         for at, cell in enumerate(function.__closure__ or ()):
             inner: Place = (*place, Step("cell", at))  # type: ignore[assignment]
             self._copies.add_cell(cell, inner)
@@ -686,12 +689,12 @@ class Recorder:
             self._read(owner, name, value)
             return value
 
-        own = vars(kind).get("__getattribute__", MISSING)
+        replaced = vars(kind).get("__getattribute__", MISSING)
         try:
             kind.__getattribute__ = watched  # type: ignore[method-assign, assignment]
         except TypeError:  # of an extension
             return False
-        self._classes[kind] = own
+        self._classes[kind] = replaced
         return True
 
 
@@ -710,11 +713,11 @@ def _numbers_changed(now: Any, before: Any) -> Iterator[Step]:
                 yield Step(*step)
 
 
-def _unwatch(kind: type, own: Any) -> None:
-    if own is MISSING:
+def _unwatch(kind: type, replaced: Any) -> None:
+    if replaced is MISSING:
         del kind.__getattribute__
     else:
-        kind.__getattribute__ = own  # type: ignore[method-assign]
+        kind.__getattribute__ = replaced  # type: ignore[method-assign]
 
 
 def _holds_plain_parts(container: Any) -> bool:
