@@ -129,7 +129,7 @@ class Guard:
 
 
 class ModelWatch:
-    """Compares the structure of a model with its former one, at every step and therefore cheaply.
+    """Compares the structure of a model with its former one, before every step, and so must be fast.
 
     A graph is fixed to the mode of each module, to which parameters require grad, to the shapes and dtypes of buffers,
     and to the forward hooks. All of this together is a *variant* of the model. A model with other modules or parameters
@@ -143,7 +143,7 @@ class ModelWatch:
             modules are in, even if all are in evaluation mode, and autograd runs the hooks of parameters.
 
     Attributes:
-        may_train: The ``trainable`` as given.
+        may_train: The argument ``trainable``.
         modes: Module -> whether it is in training mode in a training step; None if as ``model.train()`` sets it.
         trainable: Canonical names of the parameters that a training step differentiates.
         last_change: What the last call of :meth:`variant` found changed; empty if nothing.
@@ -216,9 +216,9 @@ class ModelWatch:
         self._compile()
 
     def _compile(self) -> None:
-        """Compiles the question whether modules, parameters, buffers and hooks are what they are now.
+        """Compiles the check that modules, parameters, buffers and hooks are what they are now.
 
-        Modes and ``requires_grad`` are not in it, because some loops change them all the time.
+        Modes and ``requires_grad`` are compared separately, because some loops change them all the time.
         """
         condition = Condition()
         self._of_parameters = list(map(self._asked, self._parameters.values()))
@@ -274,8 +274,8 @@ class ModelWatch:
         hooks = [*self._hooks]
         if not self._for_calls:
             of_parameters = map(self._asked, self._parameters.values())
-            hooks += [found or {} for _, *kinds in of_parameters for found in kinds]
-        hooks = [tuple((key, id(hook)) for key, hook in found.items()) for found in hooks if found]
+            hooks += [registered or {} for _, *kinds in of_parameters for registered in kinds]
+        hooks = [tuple((key, id(hook)) for key, hook in registered.items()) for registered in hooks if registered]
         return list(map(_mode, self._dicts)), list(map(_buffer_state, self._model.buffers())), hooks
 
     def _number(self, values: tuple[list[bool], list[Any], list[tuple[Any, ...]]]) -> None:
@@ -301,9 +301,9 @@ class ModelWatch:
                     listed([name for (name, _), mode in zip(self._modules, training, strict=True) if mode]),
                 )
             self._own_modes = training
-        own = self._own_modes
+        modes = self._own_modes
         modules = [module for _, module in self._modules]
-        self.modes = None if own is None else dict(zip(modules, own, strict=True))
+        self.modes = None if modes is None else dict(zip(modules, modes, strict=True))
         self.trainable = self.may_train & required
         self._key = self.trainable, settings
         self._current = {
@@ -364,8 +364,7 @@ class ModelWatch:
             for name, old, new in zip(names, before, now, strict=True):
                 if old != new:
                     where.setdefault(f"{what}: {old} -> {new}", []).append(name)
-        said = [f"{change} in {listed(names)}" for change, names in where.items()]
-        self.last_change = "; ".join(said)
+        self.last_change = "; ".join(f"{change} in {listed(names)}" for change, names in where.items())
         _log.info("the model has changed: %s", self.last_change or "its modes, buffers or hooks")
 
 

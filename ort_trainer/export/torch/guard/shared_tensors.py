@@ -96,7 +96,7 @@ class SharedTensors(Memory):
             return ours
 
     def _compile(self) -> None:
-        """Compiles the question whether all tensors are where they are now."""
+        """Compiles the check that all tensors are where they are now."""
         condition = Condition()
         for place in self._same:
             tensor = place.tensors[place.key]
