@@ -34,7 +34,7 @@ from ...graph.divide import needed_for, part_of
 __all__ = ["LoopsEncoder", "divide_for_loops"]
 
 aten = torch.ops.aten
-own = torch.ops.ort_trainer
+ort_ops = torch.ops.ort_trainer
 
 _OPTIONS: dict[str, Any] = {
     "compile_threads": 1,  # this may be a forked process, and it compiles two files
@@ -131,7 +131,7 @@ def divide_for_loops(
 
 
 def _draws_masks(node: Node) -> bool:
-    return node.target in (own.draw_unpacked.default, own.draw_unpacked.rate)
+    return node.target in (ort_ops.draw_unpacked.default, ort_ops.draw_unpacked.rate)
 
 
 def _can_be_compiled(node: Node, checked: Collection[Node]) -> bool:
@@ -182,7 +182,7 @@ class LoopsEncoder:
         graph: The graph.
         sizes: Symbolic size -> an input and an axis that have it.
         orders: Value that is passed between programs -> its memory order.
-        given: What the program may take: inputs of the graph, and results of other programs.
+        available: What the program may take: inputs of the graph, and results of other programs.
 
     Attributes:
         inputs: The nodes that the program takes.
@@ -194,9 +194,9 @@ class LoopsEncoder:
         graph: torch.fx.Graph,
         sizes: Mapping[str, tuple[Node, int]],
         orders: Mapping[Node, Order],
-        given: Iterable[Node],
+        available: Iterable[Node],
     ) -> None:
-        self._graph, self._orders, self._given = graph, orders, set(given)
+        self._graph, self._orders, self._available = graph, orders, set(available)
         self._sources = {source for source, _ in sizes.values()}
         self.inputs: list[Node] = []
         self.operators: list[Node | None] = []
@@ -211,9 +211,9 @@ class LoopsEncoder:
         Raises:
             ExportError: If Inductor can't compile them.
         """
-        within = needed_for(results, self._given, sizes=True)
+        within = needed_for(results, self._available, sizes=True)
         # Loops read sizes from their inputs, too.
-        taken = self._sources | {node for node in self._given if any(user in within for user in node.users)}
+        taken = self._sources | {node for node in self._available if any(user in within for user in node.users)}
         self.inputs = [node for node in self._graph.nodes if node in taken]
         part = part_of(self._graph, within, self.inputs, results)
         (end,) = part.module.graph.find_nodes(op="output")

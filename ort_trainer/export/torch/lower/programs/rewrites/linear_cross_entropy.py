@@ -71,8 +71,12 @@ def _match(backward: Node, unfetched: Collection[Node]) -> _Loss | None:
         return None
     if value.dtype != torch.float32 or size_in_bytes(value) < _WORTH_IT or forward in needed_for([gradient]):
         return None
-    known = (scores, labels, None, reduction, ignored)
-    if forward.target is not aten.nll_loss_forward.default or forward.args != known or set(total.users) != {backward}:
+    expected = (scores, labels, None, reduction, ignored)
+    if (
+        forward.target is not aten.nll_loss_forward.default
+        or forward.args != expected
+        or set(total.users) != {backward}
+    ):
         return None
     of_scores = list(backward.users)
     if [user.target for user in of_scores] != [aten._log_softmax_backward_data.default]:
@@ -139,25 +143,25 @@ def _fuse(graph: torch.fx.Graph, loss: _Loss) -> None:
     gradient, _, labels, _, reduction, ignored, _ = loss.backward.args
     assert isinstance(transposed, Node) and isinstance(hidden, Node)
     weight = transposed.args[0]
-    wanted = [made is not None for made in (loss.of_hidden, loss.of_weight, loss.of_bias)]
+    wanted = [result is not None for result in (loss.of_hidden, loss.of_weight, loss.of_bias)]
     arguments = (hidden, weight, bias[0] if bias else None, labels, gradient, reduction, ignored, wanted)
     (value,) = (user for user in loss.forward.users if user.args[1] == 0)
     results = [value, loss.of_hidden, loss.of_weight, loss.of_bias]
     with graph.inserting_before(loss.backward):
         fused = graph.call_function(torch.ops.ort_trainer.linear_cross_entropy.default, arguments)
         fused.meta.update(loss.product.meta)
-        fused.meta["val"] = [None if made is None else made.meta["val"] for made in results]
-        for index, made in enumerate(results):
-            if made is None:
+        fused.meta["val"] = [None if result is None else result.meta["val"] for result in results]
+        for index, result in enumerate(results):
+            if result is None:
                 continue
             part = graph.call_function(operator.getitem, (fused, index))
-            part.meta.update({**loss.product.meta, "val": made.meta["val"]})
-            if made is loss.of_bias:  # a sum keeps the dimension, mostly
-                part.meta["val"] = made.meta["val"].reshape(-1)
-                part = graph.call_function(aten.view.default, (part, list(made.meta["val"].shape)))
-                part.meta.update({**loss.product.meta, "val": made.meta["val"]})
-            made.replace_all_uses_with(part)
-    # What reads the loss, and stands before the operator that now computes it, moves behind that.
+            part.meta.update({**loss.product.meta, "val": result.meta["val"]})
+            if result is loss.of_bias:  # mostly a sum with keepdim, (1, classes); the fused operator gives (classes,)
+                part.meta["val"] = result.meta["val"].reshape(-1)
+                part = graph.call_function(aten.view.default, (part, list(result.meta["val"].shape)))
+                part.meta.update({**loss.product.meta, "val": result.meta["val"]})
+            result.replace_all_uses_with(part)
+    # The operator that now computes the loss stands in the backward pass: what reads the loss moves behind it.
     late = {*fused.users}
     for node in list(graph.nodes):
         if node is fused:
