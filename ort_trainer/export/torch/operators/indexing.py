@@ -41,8 +41,8 @@ def dense_embedding_bag(
     *rest: Any,
 ) -> tuple[torch.Tensor, ...]:
     """Reduces bags of rows; the gradient is dense as above."""
-    found: tuple[torch.Tensor, ...] = _bag(weight, indices, offsets, scale_grad_by_freq, mode, False, *rest)
-    return found
+    result: tuple[torch.Tensor, ...] = _bag(weight, indices, offsets, scale_grad_by_freq, mode, False, *rest)
+    return result
 
 
 @composite(aten.embedding_bag.default, aten.embedding_bag.padding_idx)

@@ -150,7 +150,7 @@ def _layers(
 ) -> tuple[Any, ...]:  # fmt: skip
     directions = (False, True) if bidirectional else (False,)
     each = len(weights) // (count * len(directions))
-    given = states if name == "lstm" else (states,)
+    initial = states if name == "lstm" else (states,)
     value, final = data.padded, []
     for layer in range(count):
         if layer and dropout and train:
@@ -158,7 +158,7 @@ def _layers(
         outputs = []
         for reverse in directions:
             number = layer * len(directions) + reverse
-            first = [state[number : number + 1] for state in given]
+            first = [state[number : number + 1] for state in initial]
             part = weights[number * each : (number + 1) * each]
             turned = lengths.reversed(value) if reverse else value
             output, last = _layer(name, turned, lengths, first, part, biases, train)

@@ -230,8 +230,8 @@ def _max_pool_with_indices(
     far = _far_padding(sizes, kernel, step, pads, spread) if ceil_mode else pads
     alone = len(value.shape) == dims + 1
     batched = op.Unsqueeze(value, [0]) if alone else value
-    known = value.dtype is not None and value.dtype.is_floating_point()
-    ordered = keys(value) if known else value
+    is_float = value.dtype is not None and value.dtype.is_floating_point()
+    ordered = keys(value) if is_float else value
     pooled, flat = op.MaxPool(
         op.Unsqueeze(ordered, [0]) if alone else ordered,
         kernel_shape=kernel,
@@ -240,7 +240,7 @@ def _max_pool_with_indices(
         dilations=spread,
         ceil_mode=int(far is None),
     )
-    if known:
+    if is_float:
         pooled = op.Reshape(op.Gather(op.Reshape(batched, [-1]), op.Reshape(flat, [-1]), axis=0), op.Shape(flat))
     plane = op.ReduceProd(op.Shape(batched, start=2), keepdims=0)
     indices = op.Mod(flat, plane)

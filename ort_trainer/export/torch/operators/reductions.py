@@ -169,10 +169,10 @@ def _index_of_extremum(largest: bool) -> Callable[..., Any]:
         if input.dtype != torch.int64 or input.dim() == 0:
             return NotImplemented
         if dim is None:
-            found = input.reshape(-1).topk(1, 0, largest).indices
-            return found.reshape([1] * input.dim()) if keepdim else found.squeeze(0)
-        found = input.topk(1, dim, largest).indices
-        return found if keepdim else found.squeeze(dim)
+            indices = input.reshape(-1).topk(1, 0, largest).indices
+            return indices.reshape([1] * input.dim()) if keepdim else indices.squeeze(0)
+        indices = input.topk(1, dim, largest).indices
+        return indices if keepdim else indices.squeeze(dim)
 
     return index
 

@@ -119,8 +119,8 @@ def _median_dim(input: torch.Tensor, dim: int, keepdim: bool = False) -> tuple[t
 @composite(aten.nanmedian.dim)
 def _nanmedian_dim(input: torch.Tensor, dim: int, keepdim: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     def places(row: torch.Tensor, size: Size) -> torch.Tensor:
-        known: torch.Tensor = size - row.isnan().sum(dim, keepdim=True)
-        return ((known - 1) // 2).clamp(min=0)
+        count: torch.Tensor = size - row.isnan().sum(dim, keepdim=True)
+        return ((count - 1) // 2).clamp(min=0)
 
     return _kth(input, places, dim, keepdim)
 

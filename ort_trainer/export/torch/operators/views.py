@@ -38,8 +38,8 @@ def _identity(value: Value) -> Value:
 @decomposition(aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)
 def _squeeze(input: torch.Tensor, dims: int | Sequence[int] | None = None) -> Any:
     """Removes the dimensions that are 1 in the graph; ONNX would look at the sizes of each batch."""
-    given = range(input.dim()) if dims is None else [dims] if isinstance(dims, int) else dims
-    ones = [d % input.dim() for d in given if input.dim() and isinstance(input.shape[d], int) and input.shape[d] == 1]
+    axes = range(input.dim()) if dims is None else [dims] if isinstance(dims, int) else dims
+    ones = [d % input.dim() for d in axes if input.dim() and isinstance(input.shape[d], int) and input.shape[d] == 1]
     if not ones:
         return input.clone()
     if isinstance(dims, int):
