@@ -157,7 +157,7 @@ class GraphBuilder:
                     return run_export(self.step).to_bytes()
                 try:
                     answers = answers_of(self.step, batch, training)
-                except Exception:  # the model raises it in this process's parent, too
+                except Exception:  # the model raises it again in the parent process, where the user sees it
                     raise ValuesAsked from None
                 return run_export(dataclasses.replace(self.step, answers=answers)).to_bytes()
 

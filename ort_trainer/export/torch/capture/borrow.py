@@ -1,4 +1,4 @@
-"""Uses the user's model and PyTorch for an export, and restores them: what a forward pass reads, changes and keeps."""
+"""Borrows the user's model and PyTorch's settings for an export, and restores them afterwards."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def borrowed(
 ) -> Iterator[None]:
     """Puts a module into training or evaluation mode with only some parameters trainable, and restores it afterwards.
 
-    The values of buffers are restored as well. What else a forward pass changes is the business of a
-    :class:`~.outside.recorder.Recorder`.
+    The values of buffers are restored as well. A :class:`~.outside.recorder.Recorder` restores everything else that a
+    forward pass changes.
 
     Args:
         module: The module.
@@ -89,7 +89,7 @@ def borrowed(
             for name, buffer, value in buffers:
                 if name in resized:
                     buffer.resize_(value.shape)
-                # A copy would count as a change for graphs of autograd that have saved it.
+                # Even a copy of equal values would count as a change for graphs of autograd that have saved the buffer.
                 if not buffer.is_meta and not torch.equal(buffer, value):
                     buffer.copy_(value)
     if resized:

@@ -1,4 +1,4 @@
-"""Follows the model's branches on values, which a capture does not know.
+"""Captures branches on the values of tensors, which are unknown during a capture.
 
 A graph has the branches that its sample takes. If a capture meets a condition on values, the model runs once in PyTorch
 (``answers.py``), and another capture gives the same answers in the same places. Each condition becomes an additional
@@ -239,7 +239,7 @@ class Branches:
         return answer
 
     def _depends_on_numbers(self, value: torch.SymBool | torch.SymFloat) -> bool:
-        """Returns whether a condition or number is of numbers that were taken from tensors, and perhaps sizes."""
+        """Returns whether a condition or number is computed from numbers read from tensors, and perhaps sizes."""
         symbols = value.node.expr.free_symbols
         return bool(symbols & self._numbers.keys()) and symbols <= self._numbers.keys() | self._sizes.keys()
 
@@ -260,6 +260,7 @@ class Branches:
             raise _Unanswered
 
     def _assume(self, condition: torch.Tensor, value: bool, frame: FrameType) -> None:
+        """Adds a condition to the results of the step, with the value that the graph assumes."""
         if not self._running:
             return
         self._conditions.append(condition.detach().reshape(()))

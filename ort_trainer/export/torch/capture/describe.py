@@ -103,7 +103,7 @@ def _takes_any_name(model: nn.Module) -> bool:
 
 
 def _argument_names(model: nn.Module, keywords: bool = True) -> list[str]:
-    """Returns the names of what ``forward`` takes; without ``keywords``, only of what it takes by position, too."""
+    """Returns the names of the arguments of ``forward``; without ``keywords``, those that it also takes by position."""
     parameters = signature_of(model.forward).parameters.values()
     kinds = [inspect.Parameter.POSITIONAL_OR_KEYWORD, *[inspect.Parameter.KEYWORD_ONLY] * keywords]
     return [p.name for p in parameters if p.kind in kinds]
@@ -291,7 +291,7 @@ def _own_modes(*parts: Any) -> dict[nn.Module, bool]:
 
 
 def _to_convert(layouts: Mapping[str, Layout]) -> str:
-    """Returns advice to make tensors of arguments that are lists or numbers; empty if none is."""
+    """Returns advice to convert arguments that are lists or numbers to tensors; empty if there are none."""
     lists = {name: layout[1] for name, layout in layouts.items() if layout[0] in ("list", "tuple")}
     stacked = [name for name, parts in lists.items() if parts and all(part[0] == "tensor" for part in parts)]
     others = [name for name in lists if not has_tensors(layouts[name])]
@@ -304,6 +304,7 @@ def _to_convert(layouts: Mapping[str, Layout]) -> str:
 
 
 def _find_loss(outputs: Mapping[str, torch.Tensor], unset: str) -> str:
+    """Returns the name of the loss: ``loss``, the only scalar, or a scalar that comes first."""
     if not outputs:
         raise ExportError("model_desc='auto': the model returns no tensor")
     scalars = [name for name, value in outputs.items() if value.numel() == 1 and value.is_floating_point()]

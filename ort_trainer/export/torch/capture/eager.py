@@ -166,7 +166,7 @@ def shaken(value: torch.Tensor, epsilon: float, seed: int) -> torch.Tensor:
 def with_values(
     model: nn.Module, tensors: Mapping[str, torch.Tensor], epsilon: float, shake: int | None
 ) -> Iterator[list[_Held]]:
-    """Gives a model copies of its buffers, and its parameters perhaps other values, for a while; yields the copies.
+    """Gives a model copies of its buffers, and its parameters other values, in the context; yields the copies.
 
     Buffers become other objects, because one that a step changes and that is put back would count as changed for every
     graph of autograd that has saved it. Parameters remain the same objects, to which others may refer.
@@ -207,7 +207,7 @@ def with_values(
 
 
 def put_buffers_back(held: Sequence[_Held]) -> None:
-    """Makes buffers again what they were: a forward pass may assign others.
+    """Restores buffers in place of those that a forward pass has assigned.
 
     Args:
         held: What :func:`with_values` has yielded.

@@ -352,6 +352,7 @@ def named_outputs(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _tensors(value: Any, model: nn.Module) -> Iterator[torch.Tensor]:
+    """Yields the tensors in a model's return value; raises an error at a part that is not a tensor."""
     for name, part in named_outputs(value):
         if not isinstance(part, torch.Tensor):
             raise ExportError(
@@ -413,7 +414,7 @@ class StepModule(nn.Module):
 
     @staticmethod
     def result(tensor: torch.Tensor) -> torch.Tensor:
-        """Returns a tensor that was left outside as a result: a copy, which is dropped where memory is its own."""
+        """Returns a tensor that was left outside as a result: a copy, which is dropped from the graph if needless."""
         return tensor.detach().clone()
 
     def run(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:

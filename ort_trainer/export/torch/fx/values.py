@@ -57,7 +57,7 @@ def is_tensor(node: Node) -> bool:
 
 
 def is_integer(node: Node) -> bool:
-    """Returns whether a node's value is one tensor of integers; flags are none."""
+    """Returns whether a node's value is one tensor of integers; bools don't count."""
     value = node.meta.get("val")
     return isinstance(value, torch.Tensor) and value.dtype in _INTEGERS
 

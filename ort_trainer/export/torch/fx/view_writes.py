@@ -92,10 +92,12 @@ def _covers(length: Any, size: Any, step: Any) -> bool:
 
 
 def _number(value: Any) -> Any:
+    """Returns an argument as a number or a symbolic size, if it is a node that computes one."""
     return value.meta["val"] if isinstance(value, Node) else value
 
 
 def _refused(node: Node, view: Any) -> ExportError:
+    """Returns the error for a change in place through a view without an exact inverse."""
     name, problem = "as_strided", "has elements several times"
     if view is aten.unfold.default:
         name, problem = "unfold", "leaves out elements or has them several times"

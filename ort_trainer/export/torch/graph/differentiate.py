@@ -202,6 +202,7 @@ def _differentiate(
     core: nn.Module,
     inputs: Sequence[torch.Tensor],
 ) -> torch.fx.GraphModule:
+    """Returns AOTAutograd's joint graph of a module; ``model`` is the name of the user's, for errors."""
     try:
         with tracing(TracingContext(captured.fake_mode)):
             joint = aot_export_joint_with_descriptors(stack, core, tuple(inputs), decompositions=dict(table))
@@ -316,6 +317,7 @@ def _add_gradient(result: FlatGraph, name: str, node: torch.fx.Node) -> None:
 def _sort_mutation(
     what: InputMutationAOTOutput, node: torch.fx.Node, canonical: Mapping[str, str], result: FlatGraph
 ) -> None:
+    """Sorts the new value of an input, buffer or parameter that the module changes in place."""
     mutated = what.mutated_input
     if isinstance(mutated, BufferAOTInput) and mutated.target not in canonical:
         raise ExportError(f"the loss function changes its buffer {mutated.target!r}: only a model's buffers may change")

@@ -133,6 +133,7 @@ class FlatGraph:
                 graph.erase_node(node)
 
     def _reads(self) -> Iterator[tuple[sympy.Expr, torch.fx.Node]]:
+        """Yields the nodes that read symbolic sizes from tensors, each with the size."""
         for node in self.module.graph.find_nodes(op="call_function", target=aten.sym_size.int):
             size = node.meta["val"]
             if isinstance(size, torch.SymInt):
@@ -152,6 +153,7 @@ def _with_values_in(output: torch.fx.Node) -> set[torch.fx.Node]:
 
 
 def _sizes_of(nodes: Iterable[torch.fx.Node]) -> Iterator[tuple[sympy.Expr, torch.fx.Node, int]]:
+    """Yields the symbolic sizes of nodes, each with the node and the axis that have it."""
     for node in nodes:
         for axis, size in enumerate(node.meta["val"].shape):
             if isinstance(size, torch.SymInt):

@@ -437,6 +437,7 @@ def _class_name(kind: Any) -> str:
 
 
 def _within(name: str, path: str) -> bool:
+    """Returns whether a module is another one or a part of it, judging by their paths."""
     return name == path or name.startswith(f"{path}.")
 
 

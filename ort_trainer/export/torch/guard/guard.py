@@ -262,6 +262,7 @@ class ModelWatch:
         self._refuse(changes)
 
     def _parts_of_now(self) -> list[Any]:
+        """Returns all submodules, parameters and buffers, for a comparison by identity."""
         parts: list[Any] = []
         for values in self._dicts:
             parts += values["_modules"].values()
@@ -312,6 +313,7 @@ class ModelWatch:
         }
 
     def _modes_of_now(self) -> tuple[bool, ...]:
+        """Returns the modes, in a training step, of the modules whose modes the graphs depend on."""
         modes = self.modes or {}
         counted = self._modules if self._read is None else [entry for entry in self._modules if entry[1] in self._read]
         return tuple(modes.get(module, True) for _, module in counted)

@@ -164,6 +164,7 @@ class Reads:
         return tensors
 
     def _index(self, what: Any) -> int:
+        """Returns the index of a place or an expression; begins to watch it if it is new."""
         key = repr(what)
         if key not in self._indices:
             self._indices[key] = index = len(self._watched)
@@ -176,17 +177,20 @@ class Reads:
         return self._indices[key]
 
     def _value(self, index: int) -> Hashable:
+        """Returns the stand-in for the present value of a place or an expression."""
         what = self._watched[index]
         try:
             if isinstance(what, list):
                 return frozen(evaluate(what, self._root))
             value = read(self._root, what)
+            # A table that a run of a graph has left counts as what was there before the first run.
             is_table = what in self.tables and value is not None and value is self._root.left.get(what)
             return frozen(self.tables[what] if is_table else value)
         except (*GONE, ArithmeticError):
             return MISSING
 
     def _find(self, structure: Hashable) -> _Variant:
+        """Returns the variant whose graphs are valid for the present values, or a new one."""
         for variant in self._variants:
             if variant.structure == structure and all(
                 self._values[i] in values for i, values in variant.values.items()
@@ -324,6 +328,7 @@ def _name_at(root: Root, place: Place) -> str:
 
 
 def _change(old: Hashable, new: Hashable) -> str:
+    """Returns the rest of the warning that a value which the loss function reads has changed."""
     if _is_number(old) and _is_number(new):
         return (
             f"which has changed from {_shown(old)} to {_shown(new)}: the model is exported again, with an input for "

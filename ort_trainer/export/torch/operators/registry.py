@@ -220,7 +220,7 @@ def composites(for_onnx: bool = True) -> Mapping[Operator, Callable[..., Any] | 
 
 
 def is_registered_by_user(operator: Operator) -> bool:
-    """Returns whether a user has said how an operator becomes ONNX after differentiation."""
+    """Returns whether a user has registered a decomposition or a translation of an operator."""
     return operator in _decompositions.user or operator in _translations.user
 
 

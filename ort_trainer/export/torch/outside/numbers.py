@@ -256,6 +256,7 @@ def _plain(value: Any) -> Any:
 
 
 def _operand(value: Any) -> tuple[Any, Expression] | None:
+    """Returns the value and the expression of an operand; None if it is not a number."""
     if type(value) is Number:
         return value.value, value.expression
     return (value, ["is", value]) if type(value) in (int, float, bool) else None

@@ -258,6 +258,7 @@ class Recorder:
         return tuple(tensors)
 
     def _refuse_what_no_graph_does(self) -> None:
+        """Raises an error for changes of arrays, reads of iterators, and random numbers that are not PyTorch's."""
         for place in self._copies.changed_memory():
             raise ExportError(
                 f"the run changes {described(place)!r}, an array or a context variable, which a graph can't do: keep a "
@@ -491,6 +492,7 @@ class Recorder:
             self.aliases[first, second] = None
 
     def _meet_object(self, value: Any, place: Place) -> None:
+        """Takes note of an object of a user's class: watches the class, or records all attributes if that fails."""
         kind = type(value)
         # Such as a function wrapped by functools.lru_cache. Statically, as a user's __getattr__ may run any code.
         wrapped = inspect.getattr_static(value, "__wrapped__", None)
@@ -588,7 +590,7 @@ class Recorder:
                         self._meet_names(value, place, names_of(code), data_only=True)
 
     def _users_bases(self, kind: type, place: Place) -> Iterator[tuple[type, Place]]:
-        """Yields the classes of a user or a library from which a class inherits, itself included, each at one place."""
+        """Yields a class and its bases, except for PyTorch's and Python's, each with the first place it was met at."""
         for at, base in enumerate(kind.__mro__):
             if is_users(base.__module__) and not issubclass(base, enum.Enum):  # which keeps combinations of flags
                 yield (
@@ -699,7 +701,7 @@ class Recorder:
 
 
 def _is_growth(place: Place, now: Any, before: Any) -> bool:
-    """Returns whether a change is one of the contents of a list, to which something was appended."""
+    """Returns whether a change is that of a list to which the run has appended."""
     grown = type(now) is list and len(now) > len(before) and has_same_parts(now[: len(before)], before)
     return place[-1].kind == "end" or (place[-1].kind == "contents" and grown)
 

@@ -38,7 +38,7 @@ ort_ops = torch.ops.ort_trainer
 
 _OPTIONS: dict[str, Any] = {
     "compile_threads": 1,  # this may be a forked process, and it compiles two files
-    # As many threads as PyTorch uses when the loops run; but for one, Inductor would leave out what makes several safe.
+    # As many threads as PyTorch uses when the loops run. Compiled for one, loops would lack what makes several safe.
     "cpp.dynamic_threads": True,
     "cpp.threads": max(2, os.cpu_count() or 2),
     # What several loops read is computed once, as by operators; long expressions are slow to compute again.
@@ -115,11 +115,11 @@ def divide_for_loops(
 
     Args:
         nodes: The operators.
-        apart: Those that are mostly not needed; they come last, and compiling them would take longer than they do.
-        checked: The inputs that are known to be in range where they are indices.
+        apart: Those that are rarely needed; they come last, and are not worth compiling.
+        checked: The inputs whose values are checked to be in range where they are indices.
     """
     compiled = {node: _can_be_compiled(node, checked) for node in nodes}
-    # What looks up rows by integers that the model computes does not divide the loops if it comes before all of them.
+    # Look-ups by integers that the model computes can't be compiled; ahead of all loops, they don't divide them.
     lookups = [node for node in nodes if not compiled[node] and _indices(node) and _of_integers(node)]
     ahead = needed_for(lookups) | {node for node in nodes if _draws_masks(node)}
     first = [node for node in nodes if node in ahead]
@@ -131,6 +131,7 @@ def divide_for_loops(
 
 
 def _draws_masks(node: Node) -> bool:
+    """Returns whether an operator samples a mask of dropout."""
     return node.target in (ort_ops.draw_unpacked.default, ort_ops.draw_unpacked.rate)
 
 
@@ -268,9 +269,9 @@ def _compiled(module: torch.fx.GraphModule) -> str:
 
 @contextlib.contextmanager
 def _works_in(folder: Path) -> Iterator[None]:
-    """Lets Inductor build and load its own files in a folder, which nobody else may write to.
+    """Lets Inductor build and load its own files in a folder that only this user can write to.
 
-    By default it does so in one folder per user name in the system's temporary folder, whoever has made that.
+    Its default is a folder in the system's temporary folder with the user's name, which anybody may have created.
     """
     clear_caches = torch._inductor.utils.clear_caches  # of paths in the folder that it used before
     with mock.patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=str(folder), TRITON_CACHE_DIR=str(folder)):

@@ -287,6 +287,7 @@ def _lift_zero_dimensional(graph: torch.fx.Graph) -> None:
 
 
 def _has_dimension(node: torch.fx.Node) -> bool:
+    """Returns whether an operator works along a dimension that an argument chooses."""
     if not isinstance(node.target, torch._ops.OpOverload) or not node.args or node.target in _VIEWS:
         return False
     arguments = arguments_of(node)
@@ -303,6 +304,7 @@ def _is_number(value: object) -> bool:
 
 
 def _lift(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
+    """Gives an operator one-element vectors, and removes the dimension from its results."""
     with graph.inserting_before(node):
         for place, argument in enumerate(node.args):
             if _is_number(argument):
@@ -344,6 +346,7 @@ def _name_nodes(model: ir.Model, operators: Mapping[str, str]) -> None:
 
 
 def _rename(model: ir.Model, inputs: Sequence[str], outputs: Sequence[str]) -> None:
+    """Gives the inputs and outputs of a model their names, and all other values names that differ from these."""
     graph = model.graph
     named = {id(value): name for value, name in zip(graph.inputs, inputs, strict=True)}
     named |= {id(value): name for value, name in zip(graph.outputs, outputs, strict=True)}

@@ -114,6 +114,7 @@ class _Remover:
         return {KEPT_PLACES: (self._places.rows.all_input_nodes[0], 0)}
 
     def _find_places(self) -> _Places:
+        """Inserts the operators that find the kept places, and names the symbol of their number."""
         value = self._mask.meta["val"]
         indices = self._graph.call_function(aten.nonzero.default, (self.call(aten.reshape.default, self._mask, [-1]),))
         # A guess at the sample's number of kept places, for estimates of costs; torch would specialize 0 and 1.
@@ -129,6 +130,7 @@ class _Remover:
         return _Places(rows, kept, batch, time, self.call(operator.mul, batch, time))
 
     def _visit(self, node: Node) -> None:
+        """Replaces an operator by one on kept places, or gives it whole tensors."""
         if not self.dependent.isdisjoint(node.all_input_nodes):
             self.dependent.add(node)
         if node.target is aten.t.default:

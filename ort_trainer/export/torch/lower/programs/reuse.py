@@ -76,6 +76,7 @@ def find_reuse(node: Node, is_free: Callable[[Node], bool]) -> Reuse | None:
 
 
 def _is_alike(operand: Node, result: torch.Tensor) -> bool:
+    """Returns whether an operand fills its memory and has the dtype, sizes and strides of the result."""
     value = operand.meta["val"]
     return (
         isinstance(value, torch.Tensor)

@@ -96,6 +96,7 @@ class _Widener:
             self._graph.erase_node(node)
 
     def _widened(self, node: Node, position: int) -> Node:
+        """Returns the fp32 copy of a value: the last one, unless it was made long before."""
         recent = self._wide.get(node)
         if recent is not None and position - recent[0] < _NEAR:
             return recent[1]

@@ -64,6 +64,7 @@ def fuse_linear_cross_entropy(graph: torch.fx.Graph, unfetched: Collection[int] 
 
 
 def _match(backward: Node, unfetched: Collection[Node]) -> _Loss | None:
+    """Returns the cross entropy of a linear layer that a gradient belongs to; None if nothing of it can be fused."""
     gradient, scores, labels, weight, reduction, ignored, total = backward.args
     assert isinstance(scores, Node) and isinstance(gradient, Node) and isinstance(total, Node)
     forward, value = total.all_input_nodes[0], scores.meta["val"]
@@ -90,7 +91,7 @@ def _match(backward: Node, unfetched: Collection[Node]) -> _Loss | None:
 
 
 def _back(value: Any, user: Node, unfetched: Collection[Node]) -> Node | None:
-    """Returns the product of which a value is a reshaped or cast copy that nothing else reads."""
+    """Returns the product behind casts and reshapes of its result, if nothing else reads these; otherwise None."""
     while isinstance(value, Node):
         if any(reader is not user and not _only_returned(value, reader, unfetched) for reader in _readers(value)):
             return None
@@ -115,7 +116,7 @@ def _readers(node: Node) -> Iterator[Node]:
 
 
 def _with_gradients(loss: _Loss, gradient: Node) -> _Loss | None:
-    """Finds the gradients that are computed from that of the logits; returns None if anything else is."""
+    """Adds the product's gradients to a loss; returns None if the logits' gradient is used for anything else."""
     *_, hidden, transposed = loss.product.args
     assert isinstance(transposed, Node)
     weight = transposed.args[0]
@@ -139,6 +140,7 @@ def _with_gradients(loss: _Loss, gradient: Node) -> _Loss | None:
 
 
 def _fuse(graph: torch.fx.Graph, loss: _Loss) -> None:
+    """Replaces the loss and the gradients of the product's operands by the results of one operator."""
     *bias, hidden, transposed = loss.product.args
     gradient, _, labels, _, reduction, ignored, _ = loss.backward.args
     assert isinstance(transposed, Node) and isinstance(hidden, Node)
