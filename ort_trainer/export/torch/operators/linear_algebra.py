@@ -132,6 +132,7 @@ def _vector_norm(
 
 @composite(aten.cdist.default)
 def _cdist(first: torch.Tensor, second: torch.Tensor, p: float = 2.0, compute_mode: int | None = None) -> torch.Tensor:
+    """Returns (sum |x - y|^p)^(1/p) for all pairs of rows, with PyTorch's gradients for NaN and equal points."""
     difference = (first.unsqueeze(-2) - second.unsqueeze(-3)).abs()
     # The gradient of abs(NaN) is zero, but that of its distance is NaN.
     difference = difference * torch.where(difference.isnan(), math.nan, 1.0)

@@ -144,6 +144,8 @@ def _translate_dropout(value: Value, kept: Value, fast: bool) -> tuple[Value, Va
 
 
 def _replace(kind: str) -> Callable[[Lifter, torch.fx.Node], None]:
+    """Returns the handler of operators whose results are the random numbers as they are."""
+
     def handler(lifter: Lifter, node: torch.fx.Node) -> None:
         node.replace_all_uses_with(lifter.draw(node, node.meta["val"], kind))
 

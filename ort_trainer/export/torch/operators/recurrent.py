@@ -108,6 +108,7 @@ def _onednn_lstm(
 def _lstm(
     input: torch.Tensor, hidden: Any, params: Any, has_biases: bool, reverse: bool = False
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+    """Runs one layer in one direction as a loop; ``params`` are W_ih, W_hh, perhaps b_ih, b_hh, perhaps W_hr."""
     projection = list(params[4 if has_biases else 2 :])
     gates, wide, back = _prepared(input, hidden, params, params[2] + params[3] if has_biases else None)
     weights = [wide(weight) for weight in (params[1], *projection)]
@@ -119,6 +120,7 @@ def _lstm(
 def _gru_or_rnn(
     input: torch.Tensor, hidden: Any, params: Any, has_biases: bool, hidden_fn: Any, reverse: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """Does the same for a GRU or an RNN: ``hidden_fn`` is PyTorch's GRU cell, or the name of an RNN's activation."""
     if hidden_fn is _gru_cell:
         # n = tanh(W_in x + b_in + r * (W_hn h + b_hn)): r multiplies the second bias, so the two can't be added.
         gates, wide, back = _prepared(input, [hidden], params, params[2] if has_biases else None)
@@ -132,10 +134,12 @@ def _gru_or_rnn(
 
 @replacement(decompositions, "rnn_cell")
 def _name_of_activation(nonlinearity: Callable[..., Any]) -> str:
+    """Returns an RNN's activation by name, in place of its cell."""
     return "relu" if "relu" in getattr(nonlinearity, "__name__", str(nonlinearity)) else "tanh"
 
 
 def _last(reverse: bool) -> int:
+    """Returns the index of the step that a loop computes last."""
     return 0 if reverse else -1
 
 

@@ -95,6 +95,7 @@ def _aminmax(
 
 def _cumulative(best: Callable[..., Any], sign: int) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
     def cumulative(input: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Computes running maxima (sign 1) or minima (-1) over a lower triangle, as ``_cumprod`` does products."""
         if input.dim() == 0:
             return input.clone(), torch.zeros_like(input, dtype=torch.long)
         size = input.shape[dim]

@@ -103,6 +103,7 @@ class _Table:
         return register
 
     def all(self) -> dict[Operator, Callable[..., Any] | None]:
+        """Returns all entries, after importing the families."""
         _find_families()
         return {**self.package, **self.user}
 
@@ -257,6 +258,7 @@ def revision() -> int:
 
 @functools.cache
 def _find_families() -> None:
+    """Imports the files of this folder, which fill the tables."""
     package = importlib.import_module(__package__)
     for module in pkgutil.iter_modules(package.__path__):
         importlib.import_module(f"{__package__}.{module.name}")

@@ -77,6 +77,7 @@ def _topk(value: Value, k: Any, dim: int = -1, largest: bool = True, sorted: boo
 
 
 def _first(value: Value, count: Value, dim: int, largest: bool) -> tuple[Value, Value]:
+    """Returns the ``count`` largest or smallest elements along a dimension, sorted, and their indices."""
     ordered = keys(value)
     values, indices = op.TopK(ordered, count, axis=dim, largest=int(largest), sorted=1)
     if ordered is value:
