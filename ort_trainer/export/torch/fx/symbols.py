@@ -109,7 +109,7 @@ class SymbolNames:
         return None if any(size is None for size in sizes) else tuple(size for size in sizes if size is not None)
 
     def _print(self, expression: sympy.Basic) -> Dim | None:
-        """Returns an expression over torch's symbols as text over names, or as a number; None if a symbol has no name."""
+        """Returns an expression over torch's symbols as text over names, or a number; None if a symbol has no name."""
         if not expression.free_symbols <= set(self._names):
             return None
         named = expression.xreplace({s: sympy.Symbol(f"dim({self._names[s]!r})", integer=True) for s in self._names})

@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from .divide import reached_from
+
 __all__ = ["roll_up_loops"]
 
 aten = torch.ops.aten
@@ -95,7 +97,7 @@ def _outputs(cell: Node, place: int) -> list[Node]:
 
 def _chain(first: Node) -> list[Node]:
     """Returns a cell and its successors, as long as their inputs don't depend on the first cell's result."""
-    chain, reached = [first], _reached(first)
+    chain, reached = [first], reached_from([first])
     while True:
         users = [user for output in _outputs(chain[-1], 0) for user in output.users]
         following = [user for user in users if user.target == first.target and _before(user) is chain[-1]]
@@ -108,17 +110,6 @@ def _chain(first: Node) -> list[Node]:
 
 def _is_lstm(cell: Node) -> bool:
     return cell.target is aten.lstm_cell.default
-
-
-def _reached(node: Node) -> set[Node]:
-    """Returns a node and everything that is computed from it."""
-    reached, pending = {node}, [node]
-    while pending:
-        for user in pending.pop().users:
-            if user not in reached:
-                reached.add(user)
-                pending.append(user)
-    return reached
 
 
 def _caller(graph: torch.fx.Graph, like: Node) -> Callable[..., Node]:

@@ -19,7 +19,7 @@ import torch
 from ..fx.symbols import number_of_elements
 from ..fx.values import base_of, is_tensor
 
-__all__ = ["Divided", "Part", "depends_on", "divide", "needed_for", "part_of", "without"]
+__all__ = ["Divided", "Part", "depends_on", "divide", "needed_for", "part_of", "reached_from", "without"]
 
 aten = torch.ops.aten
 Node = torch.fx.Node
@@ -86,7 +86,7 @@ def divide(
     taken = [node for node in inputs if node in later]
     tangents = [node for node in taken if "tangents" in str(node.target)]
     # Gradients keep their order. Views and recomputed values come where one needs them, so that they don't live longer.
-    backward = part_of(graph, later, [*taken, *saved], of_backward, _users_of(tangents))
+    backward = part_of(graph, later, [*taken, *saved], of_backward, reached_from(tangents))
     extra = [node for node in saved if node not in of_forward]
     within = needed_for([*of_forward, *extra], (), sizes)
     return Divided(part_of(graph, within, inputs, [*of_forward, *extra]), [node.name for node in extra], backward)
@@ -174,8 +174,8 @@ def part_of(
     return Part(torch.fx.GraphModule({}, graph), {node.name: copies[node] for node in inputs}, [*returned])
 
 
-def _users_of(nodes: Iterable[Node]) -> set[Node]:
-    """Returns nodes and what is computed from them."""
+def reached_from(nodes: Iterable[Node]) -> set[Node]:
+    """Returns nodes and everything that is computed from them."""
     reached: set[Node] = set()
     waiting = list(nodes)
     while waiting:

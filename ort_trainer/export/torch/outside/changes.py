@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from .containers import CHANGEABLE, copied, has_same_parts, refill
 from .generators import has_drawn, name_of, put_back, state_of
-from .places import MISSING, Place, Step, described
+from .places import MISSING, Place, Step, described, in_cell
 from .values import frozen
 
 __all__ = [
@@ -27,7 +27,6 @@ __all__ = [
     "Change",
     "Copies",
     "WritesToParameters",
-    "in_cell",
 ]
 
 OF_EVERY_MODULE = frozenset(nn.Module().__dict__) | frozenset(
@@ -241,14 +240,6 @@ def _untraced() -> Iterator[None]:
     """Lets PyTorch compute in the context, although a run is traced."""
     with torch._C.DisableTorchFunction(), _disable_current_modes():
         yield
-
-
-def in_cell(cell: Any) -> Any:
-    """Returns what a cell of a closure holds; :data:`~.places.MISSING` if nothing was assigned yet."""
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return MISSING
 
 
 def _assign(values: dict[str, Any], key: str, value: Any) -> None:

@@ -28,14 +28,14 @@ import torch
 from torch import nn
 
 from ....core.errors import ExportError
-from .changes import HOOKS, OF_EVERY_MODULE, Copies, WritesToParameters, in_cell
+from .changes import HOOKS, OF_EVERY_MODULE, Copies, WritesToParameters
 from .code import LIBRARIES, globals_of, imports_of, is_users, names_of
 from .containers import CHANGEABLE, copied, has_same_parts
 from .generators import is_generator
 from .leftovers import Code, Leftovers, encode
 from .notes import Notes
 from .numbers import Expression, Growing, Number, Uses, places_of, text_of
-from .places import MISSING, Place, Step, attributes_of, described, of_class, read, write
+from .places import MISSING, Place, Step, attributes_of, described, in_cell, of_class, read, write
 from .values import CONTAINERS, MEMORIES, VIEWS, frozen, is_plain, is_watched, parts_of
 
 __all__ = ["Pair", "Recorder"]
