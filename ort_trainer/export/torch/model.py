@@ -61,7 +61,7 @@ class TorchSource(ModelSource):
             for name, tensor in {**named, **dict(model.named_buffers(remove_duplicate=False))}.items()
         }
         saved = [name for name in model.state_dict() if name in tensors]
-        saved += [name for name in named if name not in saved]
+        saved += [name for name in named if name not in saved]  # also parameters that a custom state_dict() omits
         self.saved = {name: tensors[name] for name in saved}
         self.non_persistent = {name: value for name, value in tensors.items() if name not in self.saved}
 

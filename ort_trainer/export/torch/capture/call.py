@@ -35,7 +35,9 @@ class CallDescription(ModelDescription):
     def covering(self, shapes: Mapping[str, tuple[int, ...]]) -> CallDescription:
         """Returns a description that also covers inputs of these shapes, with the same numbers of dimensions.
 
-        Fixed sizes that differ become symbolic. If dimensions of one name have several sizes, each gets its own name.
+        Fixed sizes that differ become symbolic. If dimensions of one name have several sizes, each gets its own name::
+
+            x ["n", 4], y ["n"]  for shapes x (3, 5), y (2,)  ->  x ["x_0", "x_1"], y ["y_0"]
         """
         described = {entry.name: entry.shape for entry in self.inputs}
         wider = {

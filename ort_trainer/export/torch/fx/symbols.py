@@ -112,6 +112,7 @@ class SymbolNames:
         """Returns an expression over torch's symbols as text over names, or a number; None if a symbol has no name."""
         if not expression.free_symbols <= set(self._names):
             return None
+        # Symbols named like calls, so that the printed text is an expression of core/dims.py: 2*dim('batch').
         named = expression.xreplace({s: sympy.Symbol(f"dim({self._names[s]!r})", integer=True) for s in self._names})
         if not named.free_symbols:
             return int(bool(named)) if named.is_Boolean else int(named)  # type: ignore[call-overload, no-any-return]

@@ -76,6 +76,7 @@ def differentiate(
         for part in exported.modules():
             if isinstance(part, torch.fx.GraphModule):
                 _drop_assertions(part)
+                # The larger limit of a symbol counts.
                 least = dict.fromkeys(_symbols(_sizes_of_lstms(part.graph)), 1) | least
                 least |= dict.fromkeys(_symbols(_squeezed_sizes(part.graph)), 2)
                 roll_up_loops(part.graph)

@@ -245,6 +245,7 @@ def _recompute_regions(graph: _JointGraph, regions: list[_Region], keeps_order: 
     for start, inside, values, readers in sorted(jobs, key=lambda job: job[0]):
         first = order[start]
         awaited = [node for node in order[:start] if node in graph.backward and _alive(graph, node, start)]
+        # Each gradient is waited for by the first region behind it; later regions wait for newer gradients.
         awaited = [node for node in awaited if node not in waited or node in first.all_input_nodes]
         waited |= {*awaited}
         if awaited:  # otherwise the backward pass begins here, and nothing is kept for long

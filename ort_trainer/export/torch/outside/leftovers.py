@@ -21,7 +21,8 @@ from .places import MISSING, Place, read, write
 __all__ = ["Code", "Leftovers", "decode", "encode"]
 
 Code = list[Any]
-"""A kind, and what belongs to it: ``plain`` and a value, ``tensor`` and a number, ``place`` and a place, and so on."""
+"""A kind, and what belongs to it: ``plain`` and a value, ``tensor`` and a number, ``place`` and a place, and so on.
+``["list", [["plain", 1], ["tensor", 0]]]`` is a list of the number 1 and the run's first tensor."""
 
 _SEQUENCES: dict[str, Any] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
 _DICTS: dict[str, Any] = {"dict": dict, "OrderedDict": OrderedDict}

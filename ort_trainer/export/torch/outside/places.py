@@ -43,6 +43,7 @@ class Step(NamedTuple):
 
 
 Place = tuple[Step, ...]
+"""``model.layer.cache["x"]`` is ``("get", "model"), ("get", "layer"), ("attribute", "cache"), ("key", "x")``."""
 
 
 def of_class(kind: type, name: str) -> Any:

@@ -91,10 +91,10 @@ class Recorder:
     Attributes:
         reads: The places that the run has read, in order, with their values.
         tensors: Tensors at these places that are not the modules' own, by ``id``, each with its place.
-        numbers: As given; more can be added before a run.
+        numbers: The argument; more can be added before a run.
         uses: What the run has done with the numbers.
         aliases: Pairs of places that hold one object.
-        kept_apart: As given.
+        kept_apart: The argument ``apart``.
         modes: The modules, by ``id``, whose attribute ``training`` the run has read.
         leftovers: What the last run has left.
         result: The module's return value, encoded; None if it can't be encoded.
@@ -121,27 +121,29 @@ class Recorder:
         self.reads: dict[Place, Any] = {}
         self.tensors: dict[int, tuple[torch.Tensor, Place]] = {}
         self.modes: dict[int, nn.Module] = {}
-        self._met: dict[int, tuple[Any, Place]] = {}
-        self._seen: set[tuple[int, str]] = set()
-        self._classes: dict[type, Any] = {}
-        self.uses = Uses()
-        self._copies = Copies()
-        self._numbers: dict[Place, Any] = {}
-        self._stood_in: set[Place] = set()
-        self._growing: dict[Place, Growing] = {}
-        self._grown: set[Place] = set()
-        self._counted: set[Place] = set()
-        self._begun_with: dict[Place, Any] = {}
-        self._settled: dict[Place, Any] = {}
-        self._values: set[Place] = set()
-        self._listed: set[Place] = set()
-        self._foreign: set[int] = set()
-        self._left: dict[Place, Any] = {}
         self.aliases: dict[tuple[Place, Place], None] = {}
-        self._of_classes: set[tuple[int, str]] = set()
-        self._places_of_classes: dict[int, Place] = {}
-        self._names: set[str] = set()
+        self.uses = Uses()
+        # What the run has met, so that it is recorded once.
+        self._met: dict[int, tuple[Any, Place]] = {}  # id of an object -> the object, and its first place
+        self._seen: set[tuple[int, str]] = set()  # ids of objects, with attributes that were read of them
+        self._foreign: set[int] = set()  # ids of modules that are not parts of the model
+        self._of_classes: set[tuple[int, str]] = set()  # ids of classes and Python modules, with attributes recorded
+        self._places_of_classes: dict[int, Place] = {}  # id of a class -> its first place
+        self._names: set[str] = set()  # names of globals and attributes in the code of all functions
         self._iterators: list[Place] = []
+        self._values: set[Place] = set()  # of tensors whose numbers were read
+        self._listed: set[Place] = set()  # of the __dict__s whose keys were read
+        # What is replaced for the time of the run.
+        self._classes: dict[type, Any] = {}  # class -> its own __getattribute__, or MISSING
+        self._begun_with: dict[Place, Any] = {}  # what was in place of tables, settings and copies
+        self._numbers: dict[Place, Any] = {}  # what is in place of the stand-ins, numbers and lists
+        self._growing: dict[Place, Growing] = {}  # the stand-ins for lists
+        # What the run changes.
+        self._copies = Copies()
+        self._left: dict[Place, Any] = {}
+        self._grown: set[Place] = set()  # of lists without a stand-in to which the run has appended
+        self._counted: set[Place] = set()  # of numbers in containers that the run has replaced
+        self._settled: dict[Place, Any] = {}  # settings with which a second run has left the same
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -157,11 +159,9 @@ class Recorder:
             value = read(self._root, place)
             if type(value) in (int, float, str):
                 self._numbers[place] = value
-                self._stood_in.add(place)
                 write(self._root, place, Number(value, ["at", place], self.uses))
             elif type(value) is list:
                 self._numbers[place] = value
-                self._stood_in.add(place)
                 self._growing[place] = Growing(value, place, self.uses)
                 write(self._root, place, self._growing[place])
         self._watch_class(nn.Module)
@@ -379,7 +379,7 @@ class Recorder:
         Args:
             used: Names of the tensors and expressions that are inputs of the graph.
         """
-        numbers = {place for place in self._stood_in if place in self.reads or place[:-1] in self.reads}
+        numbers = {place for place in self._numbers if place in self.reads or place[:-1] in self.reads}
         fixed = [place for place in self.reads if place not in numbers or place in self.uses.fixed]
         kinds: list[tuple[Expression, Any]]
         kinds = [(["type", ["at", place]], type(self._numbers[place]).__name__) for place in numbers]

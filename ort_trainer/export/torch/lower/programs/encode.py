@@ -45,7 +45,7 @@ class Encoder:
         self.inputs: list[Node] = []
         self.operators: list[Node | None] = []
         self._program = Program()
-        self._places: dict[Node, dict[str, int]] = {}
+        self._places: dict[Node, dict[str, int]] = {}  # {"x": number of an input}, or {"v": number of a step}
         self._done: set[Node] = set()
 
     def write(self, nodes: Sequence[Node], results: Collection[Node]) -> Program:
