@@ -1,4 +1,4 @@
-"""Differentiates one of several equal layers and copies its joint graph: AOTAutograd takes most of an export's time.
+"""Differentiates one of several equal layers and copies its joint graph: AOTAutograd is an export's longest station.
 
 Before AOTAutograd sees a captured program, each of several equal layers becomes one operator. Afterwards, this operator
 and that of its gradient become copies of the joint graph of one layer::

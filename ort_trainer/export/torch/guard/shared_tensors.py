@@ -1,4 +1,4 @@
-"""Lets a trainer work on a module's own tensors: each sees at once what the other changes."""
+"""Lets a trainer work on a module's own tensors: each sees what the other changes."""
 
 from __future__ import annotations
 

@@ -43,7 +43,8 @@ class Step(NamedTuple):
 
 
 Place = tuple[Step, ...]
-"""``model.layer.cache["x"]`` is ``("get", "model"), ("get", "layer"), ("attribute", "cache"), ("key", "x")``."""
+"""``("get", "model"), ("get", "layer"), ("attribute", "cache"), ("entry", 0)`` is the first entry of the dict
+``model.layer.cache``."""
 
 
 def of_class(kind: type, name: str) -> Any:

@@ -135,8 +135,8 @@ class Recorder:
         self._listed: set[Place] = set()  # of the __dict__s whose keys were read
         # What is replaced for the time of the run.
         self._classes: dict[type, Any] = {}  # class -> its own __getattribute__, or MISSING
-        self._begun_with: dict[Place, Any] = {}  # what was in place of tables, settings and copies
-        self._numbers: dict[Place, Any] = {}  # what is in place of the stand-ins, numbers and lists
+        self._begun_with: dict[Place, Any] = {}  # what tables, settings and copies have replaced
+        self._numbers: dict[Place, Any] = {}  # the numbers and lists that stand-ins have replaced
         self._growing: dict[Place, Growing] = {}  # the stand-ins for lists
         # What the run changes.
         self._copies = Copies()
