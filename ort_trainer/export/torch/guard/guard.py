@@ -163,11 +163,12 @@ class ModelWatch:
         self._buffers = {name: list(module._buffers) for name, module in self._modules}
         self._canonical = canonical_names(model)
         self._numbers = itertools.count()
+        # What training and evaluation graphs depend on -> the number of the variant.
         self._trained: dict[Any, int] = {}
         self._evaluated: dict[Any, int] = {}
         # The modules whose modes training graphs depend on; None, which stands for all, before the first export.
         self._read: set[nn.Module] | None = None
-        self._own_modes: tuple[bool, ...] | None = None
+        self._own_modes: tuple[bool, ...] | None = None  # of a training step, if not all modules are in training mode
         self.modes: dict[nn.Module, bool] | None = None
         self.trainable: frozenset[str] = frozenset()
         self.last_change = ""
@@ -280,8 +281,9 @@ class ModelWatch:
         return list(map(_mode, self._dicts)), list(map(_buffer_state, self._model.buffers())), hooks
 
     def _number(self, values: tuple[list[bool], list[Any], list[tuple[Any, ...]]]) -> None:
-        """Assigns a number to the current variant."""
-        training, settings = tuple(values[0]), (tuple(values[1]), tuple(values[2]))
+        """Assigns a number to the current variant, from what :meth:`_settings_of_now` has returned."""
+        modes, buffers, hooks = values
+        training, settings = tuple(modes), (tuple(buffers), tuple(hooks))
         required = {name for name, parameter in self._parameters.items() if parameter.requires_grad}
         late = [name for name in self._parameters if name in required - self.may_train - self._frozen]
         if late:
@@ -294,7 +296,7 @@ class ModelWatch:
             self._own_modes = training
         elif all(training):
             self._own_modes = None
-        elif any(training):
+        elif any(training):  # all in evaluation mode, as after model.eval(), changes nothing in training steps
             if not training[0] and self._own_modes != training:
                 _log.warning(
                     "the model is in evaluation mode except for %s, and is trained in these modes: call model.train() "
@@ -302,9 +304,8 @@ class ModelWatch:
                     listed([name for (name, _), mode in zip(self._modules, training, strict=True) if mode]),
                 )
             self._own_modes = training
-        modes = self._own_modes
         modules = [module for _, module in self._modules]
-        self.modes = None if modes is None else dict(zip(modules, modes, strict=True))
+        self.modes = None if self._own_modes is None else dict(zip(modules, self._own_modes, strict=True))
         self.trainable = self.may_train & required
         self._key = self.trainable, settings
         self._current = {
