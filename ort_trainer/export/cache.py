@@ -33,7 +33,7 @@ _DEFAULT_MEGABYTES = 1024
 _ABANDONED_SECONDS = 3600
 
 
-# The parts of this package that an export depends on; a test compares them with the imports.
+# The rooms whose source an export depends on; a test compares them with the imports.
 _ROOMS = ("core", "engine", "export", "options", "step")
 
 
@@ -138,13 +138,13 @@ class Export:
                 raise ValueError(f"it has {len(data)} bytes instead of {ends[-1]}")
             step, *backward = (Step.from_bytes(data[start:stop]) for start, stop in itertools.pairwise(ends))
             lists = {name: tuple(value) for name, value in head.items() if isinstance(value, list)}
-            found = cls(step=step, backward=tuple(backward), **{**head, **lists})
-            for guard in found.step.guards:
+            export = cls(step=step, backward=tuple(backward), **{**head, **lists})
+            for guard in export.step.guards:
                 symbols_of(guard)
-            dict(found.step.fixed), dict(found.reasons)
+            dict(export.step.fixed), dict(export.reasons)
         except (TypeError, AttributeError, KeyError, ValueError, RecursionError) as error:
             raise ValueError(f"this is not an export: {error!r}") from error
-        return found
+        return export
 
 
 def violated(guards: Iterable[str], sizes: Mapping[str, int]) -> set[str]:
@@ -221,9 +221,9 @@ class ExportCache:
 
     def _make_room(self) -> None:
         """Evicts the least recently used files beyond the limit, and deletes files left by killed processes."""
-        known = sorted(self._files(".export"), key=lambda found: found[1].st_mtime, reverse=True)
+        newest_first = sorted(self._files(".export"), key=lambda entry: entry[1].st_mtime, reverse=True)
         total = 0
-        for path, status in known:
+        for path, status in newest_first:
             total += status.st_size
             if total > self.limit:
                 path.unlink(missing_ok=True)

@@ -35,7 +35,7 @@ changes from call to call is ``("number", input name, type)``."""
 _PLAIN = (type(None), bool, int, float, str)
 # They have no state, though they are compared by identity.
 _STATELESS = (type, torch.dtype, torch.layout, torch.memory_format, types.BuiltinFunctionType, types.ModuleType)
-_INCOMPARABLE: list[Any] = []  # it has no hash, so a layout with it is no key
+_INCOMPARABLE: list[Any] = []  # has no hash, so a layout that contains it can't be a key
 _DEEPEST = 8
 
 
@@ -117,16 +117,17 @@ def _flatten_object(name: str, value: Any, leaves: dict[str, Any]) -> Layout:
 
 
 def _float(value: float) -> Layout:
-    """Returns the layout of a zero, whose sign == does not see, or of a NaN, which == finds different from itself."""
+    """Returns the layout of a zero with its sign, which == ignores, or of a NaN, which does not equal itself."""
     if value != value:
         return ("value", float, math.nan)
     return ("value", float, value, "-") if math.copysign(1.0, value) < 0 else ("value", float, value)
 
 
 def _state_of(name: str, value: Any) -> tuple[Any, ...]:
-    """Returns what a constant may change without becoming another object; empty for one that == compares.
+    """Returns the state of a constant that is compared by identity; empty if == compares its contents.
 
-    It makes a layout differ from an earlier one of the same object. What is not known gives a layout without a hash.
+    With it, the layout of an object whose state has changed differs from the earlier one. If the state is unknown, the
+    layout has no hash.
     """
     kind = type(value)
     if isinstance(value, types.FunctionType):
@@ -152,9 +153,9 @@ def _state_of(name: str, value: Any) -> tuple[Any, ...]:
 
 
 def _is_compared(kind: type[Any]) -> bool:
-    """Returns whether a class says which of its objects are equal, and that they stay so."""
-    own: Any = kind.__hash__
-    return own is not object.__hash__
+    """Returns whether a class defines a hash: then == compares its objects, and their state does not change."""
+    method: Any = kind.__hash__
+    return method is not object.__hash__
 
 
 def _names_of(slots: Any) -> list[str]:
@@ -216,13 +217,13 @@ def rebuild(layout: Layout, tensors: Mapping[str, Any]) -> Any:
 def _rebuild_object(kind: str, which: Any, parts: Any, tensors: Mapping[str, Any]) -> Any:
     if kind == "sequence":  # what torch.max and others return
         return which([rebuild(part, tensors) for part in parts])
-    found = {key: rebuild(part, tensors) for key, part in parts}
+    entries = {key: rebuild(part, tensors) for key, part in parts}
     if kind == "mapping":
         # The outputs of transformers are dataclasses, and take their entries by name.
         named = dataclasses.is_dataclass(which)
-        return which(**found) if named else _filled(which, found)
+        return which(**entries) if named else _filled(which, entries)
     value = which.__new__(which)
-    vars(value).update(found)
+    vars(value).update(entries)
     return value
 
 
@@ -235,12 +236,12 @@ def _filled(which: Any, entries: Mapping[Any, Any]) -> Any:
 
 def default_layout(argument: str, names: Iterable[str]) -> Layout:
     """Returns the layout of an argument from the names of its inputs alone: a tuple for numbered parts, else a dict."""
-    own = [name for name in names if name == argument or name.startswith(f"{argument}.")]
-    if own == [argument]:
+    inputs = [name for name in names if name == argument or name.startswith(f"{argument}.")]
+    if inputs == [argument]:
         return ("tensor", argument)
     depth = len(argument) + 1
-    keys = list(dict.fromkeys(name[depth:].partition(".")[0] for name in own))
-    parts = [default_layout(f"{argument}.{key}", own) for key in keys]
+    keys = list(dict.fromkeys(name[depth:].partition(".")[0] for name in inputs))
+    parts = [default_layout(f"{argument}.{key}", inputs) for key in keys]
     if keys == [str(index) for index in range(len(keys))]:
         return ("tuple", tuple(parts))
     return ("dict", tuple(zip(keys, parts, strict=True)))

@@ -116,8 +116,8 @@ class GraphBuilder:
         Raises:
             ExportError: If the module can't be exported.
         """
-        found = self._exported(inputs, True)
-        return found.step, found.backward
+        export = self._exported(inputs, True)
+        return export.step, export.backward
 
     def _exported(self, batch: Mapping[str, torch.Tensor], training: bool, branching: bool = False) -> Export:
         try:
@@ -136,7 +136,7 @@ class GraphBuilder:
             return dataclasses.replace(self, step=step)._exported(batch, training, branching)
 
     def _build(self, batch: Mapping[str, torch.Tensor], training: bool) -> Export:
-        """Finds the export in the cache, or makes it; says so in the log."""
+        """Loads the export from the cache, or makes it, and logs which."""
         start = time.perf_counter()
         cache = export_cache() if self.cached else None
         if not is_tested():
@@ -145,7 +145,7 @@ class GraphBuilder:
             check_torch(self.step.kernels, cache)
         with contextlib.closing(_Progress(type(self.step.model).__name__)) as progress:
 
-            def made(step: ExportedStep) -> Export:
+            def run_export(step: ExportedStep) -> Export:
                 from .export import export  # slow, and only the child needs it
 
                 return export(step, batch, training, cache, progress.stage)
@@ -154,33 +154,33 @@ class GraphBuilder:
                 if not can_differentiate():
                     return None
                 with contextlib.suppress(ValuesAsked):
-                    return made(self.step).to_bytes()
+                    return run_export(self.step).to_bytes()
                 try:
                     answers = answers_of(self.step, batch, training)
-                except Exception:  # the model raises it in this process's parent, too
+                except Exception:  # the model raises it again in the parent process, where the user sees it
                     raise ValuesAsked from None
-                return made(dataclasses.replace(self.step, answers=answers)).to_bytes()
+                return run_export(dataclasses.replace(self.step, answers=answers)).to_bytes()
 
             draw = progress.draw if progress.shown else None
             # A training step on PyTorch's kernels does not need ONNX Runtime.
             meanwhile = None if training and kinds(self.step.kernels)[0].of_pytorch else preload
             answer = run_in_child(in_child, draw, meanwhile) if can_isolate() else None
-            found = made(self.step) if answer is None else Export.from_bytes(answer)
+            export = run_export(self.step) if answer is None else Export.from_bytes(answer)
         if training and self.depends_on_modes is not None:
             parts = dict(self.step.module().named_modules())
-            self.depends_on_modes({parts[name] for name in found.modes_read})
-        if self.noted is not None and found.notes is not None:
-            self.noted(Notes.from_json(found.notes), training)
-        self._log_export(found, time.perf_counter() - start)
-        if found.step.fixed:
-            places = "; ".join(dict.fromkeys(filter(None, found.reasons.values())))
+            self.depends_on_modes({parts[name] for name in export.modes_read})
+        if self.noted is not None and export.notes is not None:
+            self.noted(Notes.from_json(export.notes), training)
+        self._log_export(export, time.perf_counter() - start)
+        if export.step.fixed:
+            places = "; ".join(dict.fromkeys(filter(None, export.reasons.values())))
             places = f". {places}" if places else ""
-            sizes = fixed_dimensions(found.step.fixed)
+            sizes = fixed_dimensions(export.step.fixed)
             _log.warning("the model fixes %s: every other size needs its own export%s", sizes, places)
-        return found
+        return export
 
-    def _finished(self, found: Export) -> Step:
-        graph = dataclasses.replace(found.step, kept=found.kept)
+    def _finished(self, export: Export) -> Step:
+        graph = dataclasses.replace(export.step, kept=export.kept)
         if self.postprocess is not None:
             from ...step.postprocess import postprocessed
 
@@ -189,18 +189,18 @@ class GraphBuilder:
             _refuse_contrib_ops(graph)
         return graph
 
-    def _log_export(self, found: Export, seconds: float) -> None:
-        for remark in found.remarks:
+    def _log_export(self, export: Export, seconds: float) -> None:
+        for remark in export.remarks:
             _log.info("%s", remark)
-        for problem in found.problems:
+        for problem in export.problems:
             _warn_once(problem)
-        graph = found.step
-        kind = f"{graph.kind} and backward" if found.backward else graph.kind
+        graph = export.step
+        kind = f"{graph.kind} and backward" if export.backward else graph.kind
         kernels = f", computed by {kinds(self.step.kernels)[0].title}" if graph.programs is not None else ""
-        if found.found:
-            _log.info("loaded the %s graph from the cache in %.1f s%s: %s", kind, seconds, kernels, found.kept)
+        if export.found:
+            _log.info("loaded the %s graph from the cache in %.1f s%s: %s", kind, seconds, kernels, export.kept)
         else:
-            where = f", cached as {found.kept}" if found.kept else ""
+            where = f", cached as {export.kept}" if export.kept else ""
             _log.info("exported the %s graph in %.1f s%s%s", kind, seconds, kernels, where)
 
     def reference(self, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
@@ -227,11 +227,13 @@ class GraphBuilder:
 
 def _refuse_contrib_ops(graph: Step) -> None:
     """Implements the option ``_internal_use.enable_onnx_contrib_ops`` False."""
-    found = {f"{node.domain}::{node.op_type}" for node in graph.model.graph.all_nodes() if node.domain not in _STANDARD}
-    if found:
+    contrib_ops = {
+        f"{node.domain}::{node.op_type}" for node in graph.model.graph.all_nodes() if node.domain not in _STANDARD
+    }
+    if contrib_ops:
         raise ValueError(
-            f"_internal_use.enable_onnx_contrib_ops is False, but the graph has {sorted(found)}, which is not standard "
-            "ONNX: don't add it in _internal_use.extra_postprocess, or set the option to True"
+            f"_internal_use.enable_onnx_contrib_ops is False, but the graph has {sorted(contrib_ops)}, which is not "
+            "standard ONNX: don't add it in _internal_use.extra_postprocess, or set the option to True"
         )
 
 

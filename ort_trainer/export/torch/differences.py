@@ -144,9 +144,9 @@ class _Pair:
         allowed = atol + rtol * theirs.abs().nan_to_num(0.0, 0.0)
         at = (distance - allowed).argmax().cpu()
         place = [int(index) for index in torch.unravel_index(at, ours.shape)]
-        found, expected, most, limit = (value.flatten()[at].item() for value in (ours, theirs, distance, allowed))
+        actual, expected, most, limit = (value.flatten()[at].item() for value in (ours, theirs, distance, allowed))
         return (
-            f"is {found:.7g}{f' at {place}' if place else ''}, and {expected:.7g} in PyTorch, a difference of "
+            f"is {actual:.7g}{f' at {place}' if place else ''}, and {expected:.7g} in PyTorch, a difference of "
             f"{most:.3g}; rounding explains {limit:.3g}"
         )
 

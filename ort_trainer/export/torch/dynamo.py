@@ -51,7 +51,7 @@ def ort_trainer(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable
 
 
 def _lowered_forward(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Sequence[Any]]:
-    """Lowers the graph of a forward pass; only there is a sum over windows a change in place, and no gradient."""
+    """Lowers the graph of a forward pass, where a sum over windows is a change in place; elsewhere it is a gradient."""
     refuse_sums_over_windows(module.graph)
     return _lowered(module, inputs)
 
@@ -76,9 +76,9 @@ def _lowered(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[[l
 
 
 def _run_in_pytorch(module: torch.fx.GraphModule, values: list[Any]) -> Sequence[Any]:
-    found: Sequence[Any] = module(*values)
+    results: Sequence[Any] = module(*values)
     values.clear()
-    return found
+    return results
 
 
 class _Lowered:
@@ -98,33 +98,33 @@ class _Lowered:
             node.args, node.kwargs = node.args[:1], {"dtype": node.args[1]}
             node.target = torch.ops.aten._to_copy.default
         constants: dict[Node, torch.Tensor] = {}
-        given = graph.find_nodes(op="placeholder")
+        placeholders = graph.find_nodes(op="placeholder")
         lift_attributes(module, constants)
-        devices = {value.device.type for node in given if isinstance(value := node.meta["val"], torch.Tensor)}
+        devices = {value.device.type for node in placeholders if isinstance(value := node.meta["val"], torch.Tensor)}
         if not devices <= {"cpu"}:
             raise ExportError(f"programs of PyTorch's kernels run on the CPU, but inputs are on {sorted(devices)}")
         rewrite(graph, divided=True)
         (end,) = graph.find_nodes(op="output")
         returned = [node for node in end.args[0] if isinstance(node, Node) and is_tensor(node)]
         # Programs would copy inputs and views of them, such as transposed weights that are saved for the backward pass.
-        views = list(dict.fromkeys(node for node in returned if base_of(node) in given))
-        self._views = part_of(graph, needed_for(views, sizes=True), given, views).module if views else None
+        views = list(dict.fromkeys(node for node in returned if base_of(node) in placeholders))
+        self._views = part_of(graph, needed_for(views, sizes=True), placeholders, views).module if views else None
         tensors = dict.fromkeys(node for node in returned if node not in views)
         # Sizes that the graph takes as numbers; programs read them from the shape of a tensor.
-        numbers = [at for at, node in enumerate(given) if not is_tensor(node)]
-        known = {f"size_{at}": given[at].meta["val"] for at in numbers}
-        names = {size.node.expr: name for name, size in known.items() if isinstance(size, torch.SymInt)}
+        numbers = [at for at, node in enumerate(placeholders) if not is_tensor(node)]
+        sizes_by_name = {f"size_{at}": placeholders[at].meta["val"] for at in numbers}
+        names = {size.node.expr: name for name, size in sizes_by_name.items() if isinstance(size, torch.SymInt)}
         symbols = SymbolNames(
             {expression: name for expression, name in names.items() if expression.is_Symbol},
-            {name: hint(size) for name, size in known.items()},
+            {name: hint(size) for name, size in sizes_by_name.items()},
         )
-        self._numbers = dict(zip(known, numbers, strict=True))
-        self._taken = [at for at, node in enumerate(given) if is_tensor(node)]
-        named = [(given[at], f"input_{at}") for at in self._taken]
+        self._numbers = dict(zip(sizes_by_name, numbers, strict=True))
+        self._taken = [at for at, node in enumerate(placeholders) if is_tensor(node)]
+        named = [(placeholders[at], f"input_{at}") for at in self._taken]
         specs = [TensorSpec(name, dtype_name(node.meta["val"].dtype), None) for node, name in named]
         sizes: Mapping[str, tuple[Node, int]] = {}
         if numbers:
-            source, sizes = add_sizes(graph, known)
+            source, sizes = add_sizes(graph, sizes_by_name)
             named.append((source, SIZES))
             specs.append(TensorSpec(SIZES, "float32", None))
         outputs = [(node, f"output_{at}") for at, node in enumerate(tensors)]
@@ -154,12 +154,12 @@ class _Lowered:
         values.clear()
         if sizes:
             tensors.append(shaped(sizes.values()))
-        found = list(self._runner.call(tensors))
+        results = list(self._runner.call(tensors))
         for at, order in self._turned:
-            found[at] = found[at].permute(order)
-        found += views
+            results[at] = results[at].permute(order)
+        results += views
         return [
-            (evaluate(other, sizes) if isinstance(other, str) else other) if at is None else found[at]
+            (evaluate(other, sizes) if isinstance(other, str) else other) if at is None else results[at]
             for at, other in self._results
         ]
 

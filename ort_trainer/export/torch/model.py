@@ -61,7 +61,7 @@ class TorchSource(ModelSource):
             for name, tensor in {**named, **dict(model.named_buffers(remove_duplicate=False))}.items()
         }
         saved = [name for name in model.state_dict() if name in tensors]
-        saved += [name for name in named if name not in saved]
+        saved += [name for name in named if name not in saved]  # also parameters that a custom state_dict() omits
         self.saved = {name: tensors[name] for name in saved}
         self.non_persistent = {name: value for name, value in tensors.items() if name not in self.saved}
 
@@ -77,10 +77,10 @@ class TorchSource(ModelSource):
 
     def check_joint(self) -> None:
         """Checks that no module communicates with other processes during a pass; see the base class."""
-        found = [path for path, module in self._model.named_modules() if isinstance(module, nn.SyncBatchNorm)]
-        if found:
+        layers = [path for path, module in self._model.named_modules() if isinstance(module, nn.SyncBatchNorm)]
+        if layers:
             raise ValueError(
-                f"{found[:3]} of {self.name} are SyncBatchNorm, which exchanges batch statistics with the other "
+                f"{layers[:3]} of {self.name} are SyncBatchNorm, which exchanges batch statistics with the other "
                 "processes during the forward and backward pass, but these run as one graph here: leave out "
                 "nn.SyncBatchNorm.convert_sync_batchnorm(), and each process normalizes by its own batch, as PyTorch's "
                 "BatchNorm does; or use a normalization without batch statistics (GroupNorm, LayerNorm)"
@@ -174,7 +174,7 @@ class TorchSource(ModelSource):
         if not kernels.of_pytorch:
             return ""
         internal, debug = options._internal_use, options.debug
-        given = {
+        set_by_user = {
             "session_options": options.session_options is not None,
             "provider_options": any(options.provider_options.values()),
             "_internal_use.extra_postprocess": internal.extra_postprocess is not None,
@@ -183,7 +183,7 @@ class TorchSource(ModelSource):
             "_internal_use.onnx_opset_version": options.is_given("_internal_use.onnx_opset_version"),
             "debug.graph_save_paths": any(getattr(debug.graph_save_paths, path) for path in debug.graph_save_paths),
         }
-        named = [name for name, is_given in given.items() if is_given]
+        named = [name for name, is_given in set_by_user.items() if is_given]
         require = "requires" if len(named) == 1 else "require"
         return f"{' and '.join(named)} {require} a graph of ONNX operators" if named else ""
 

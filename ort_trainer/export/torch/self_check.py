@@ -128,8 +128,8 @@ def _difference(custom: bool, kernels: str) -> float:
         state = torch.get_rng_state()
         expected = _trained_by_pytorch(theirs, batches)
         torch.set_rng_state(state)
-        found = _trained_here(ours, batches, kernels)
-    pairs = [*zip([*found, *ours.state_dict().values()], [*expected, *theirs.state_dict().values()], strict=True)]
+        losses = _trained_here(ours, batches, kernels)
+    pairs = [*zip([*losses, *ours.state_dict().values()], [*expected, *theirs.state_dict().values()], strict=True)]
     return max(float((a.detach() - b.detach()).abs().max()) for a, b in pairs)
 
 
@@ -153,9 +153,9 @@ def _trained_here(model: nn.Module, batches: list[dict[str, torch.Tensor]], kern
     inputs = [("token", ["batch"]), ("label", ["batch"])]
     description = ModelDescription({"inputs": inputs, "outputs": [("loss", [], True)]})
     step = ExportedStep(model, description, _loss_of, frozenset(parameters), labels=("label",), kernels=kernels)
-    made = export(step, batches[0], True, None, lambda stage: None)
+    exported = export(step, batches[0], True, None, lambda stage: None)
     executor = Executor(parameters, dict(model.named_buffers()), seed=None)
-    executor.add_graph(made.step)
+    executor.add_graph(exported.step)
     losses = []
     for batch in batches:
         plan = executor.plan(True, batch, ["loss"])

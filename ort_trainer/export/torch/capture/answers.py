@@ -30,11 +30,11 @@ def answers_of(step: ExportedStep, batch: Mapping[str, torch.Tensor], training: 
     module.recorder.numbers.clear()  # stand-ins are for captures
     sample = [batch[entry.name].clone() for entry in step.description.inputs]
     trainable = {f"model.{name}" for name in step.trainable} if training else set()
-    found: dict[Line, list[Number]] = {}
+    answers: dict[Line, list[Number]] = {}
 
     def read(method: Callable[[torch.Tensor], Any], tensor: torch.Tensor, frame: FrameType) -> Number:
         value: Number = method(tensor)
-        found.setdefault((frame.f_code, frame.f_lineno), []).append(value)
+        answers.setdefault((frame.f_code, frame.f_lineno), []).append(value)
         return value
 
     with (
@@ -45,4 +45,4 @@ def answers_of(step: ExportedStep, batch: Mapping[str, torch.Tensor], training: 
         reads_watched(read, torch.Tensor),
     ):
         module(*sample)
-    return found
+    return answers

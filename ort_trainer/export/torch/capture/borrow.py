@@ -1,4 +1,4 @@
-"""Uses the user's model and PyTorch for an export, and restores them: what a forward pass reads, changes and keeps."""
+"""Borrows the user's model and PyTorch's settings for an export, and restores them afterwards."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = [
 BORROWED = threading.RLock()
 """Held while a model's tensors are read or it is exported: an export changes it, and PyTorch, for a while."""
 
-# They log every step, print whole graphs when an export fails, and warn about irrelevant packages.
+# These libraries log every step, print whole graphs when an export fails, and warn about irrelevant packages.
 _LOGGERS = ("torch", "torch.export", "torch.fx", "torch.onnx", "torch._functorch", "onnxscript", "onnx_ir")
 _WARNINGS = (
     # Modules such as LSTM keep lists of their weights, which an export reassigns.
@@ -56,8 +56,8 @@ def borrowed(
 ) -> Iterator[None]:
     """Puts a module into training or evaluation mode with only some parameters trainable, and restores it afterwards.
 
-    The values of buffers are restored as well. What else a forward pass changes is the business of a
-    :class:`~.outside.recorder.Recorder`.
+    The values of buffers are restored as well. A :class:`~.outside.recorder.Recorder` restores everything else that a
+    forward pass changes.
 
     Args:
         module: The module.
@@ -89,7 +89,7 @@ def borrowed(
             for name, buffer, value in buffers:
                 if name in resized:
                     buffer.resize_(value.shape)
-                # A copy would count as a change for graphs of autograd that have saved it.
+                # Even a copy of equal values would count as a change for graphs of autograd that have saved the buffer.
                 if not buffer.is_meta and not torch.equal(buffer, value):
                     buffer.copy_(value)
     if resized:
@@ -112,13 +112,13 @@ class AssignedBuffers:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._known: set[tuple[nn.Module, str]] = set()
+        self._assigned: set[tuple[nn.Module, str]] = set()
         self._are_copied: set[tuple[nn.Module, str]] = set()
 
     @property
     def are_new(self) -> bool:
         """Whether the last run has assigned a buffer that it has not read as a copy."""
-        return not self._known <= self._are_copied
+        return not self._assigned <= self._are_copied
 
     @contextlib.contextmanager
     def as_updates(self) -> Iterator[None]:
@@ -127,26 +127,26 @@ class AssignedBuffers:
         Raises:
             ExportError: If a buffer is assigned a value of another shape or dtype.
         """
-        own = [
+        buffers = [
             (part, key, value)
             for part in self._module.modules()
             for key, value in part._buffers.items()
             if value is not None
         ]
-        self._are_copied = set(self._known)
-        read = {(part, key): value.clone() if (part, key) in self._known else value for part, key, value in own}
+        self._are_copied = set(self._assigned)
+        read = {(part, key): value.clone() if (part, key) in self._assigned else value for part, key, value in buffers}
         assigned: list[tuple[nn.Module, str, torch.Tensor, torch.Tensor | None]] = []
         for (part, key), value in read.items():
             part._buffers[key] = value
         try:
             yield
         finally:
-            for part, key, value in own:
+            for part, key, value in buffers:
                 if part._buffers.get(key) is not read[part, key]:
                     assigned.append((part, key, value, part._buffers.get(key)))
                 part._buffers[key] = value
         for part, key, old, new in assigned:
-            self._known.add((part, key))
+            self._assigned.add((part, key))
             if new is None or new.shape != old.shape or new.dtype != old.dtype:
                 raise ExportError(
                     f"forward() of {type(part).__name__} assigns a value of another shape or dtype to its buffer "

@@ -1,4 +1,4 @@
-"""Follows the model's branches on values, which a capture does not know.
+"""Captures branches on the values of tensors, which are unknown during a capture.
 
 A graph has the branches that its sample takes. If a capture meets a condition on values, the model runs once in PyTorch
 (``answers.py``), and another capture gives the same answers in the same places. Each condition becomes an additional
@@ -30,8 +30,8 @@ Answers = Mapping[Line, list[Number]]
 """The values that were read at each place, in order."""
 
 
-# What a comparison of a number with itself says, and functions of Python that need a number of its own. They are
-# computed from a number or from a tensor.
+# Questions about one number that torch answers without its value, or not at all: comparisons with itself, which only
+# NaN fails, and functions of ``math``. Each is computed from a number, or from a tensor.
 _OF_NUMBERS: dict[tuple[Any, str], Callable[[Any], Any]] = {
     (torch.SymFloat, "__eq__"): lambda value: value == value,
     (torch.SymFloat, "__ne__"): lambda value: value != value,
@@ -46,7 +46,7 @@ _CONVERSIONS = ("__float__", "__int__", "__index__", "tolist", "numpy")
 
 
 class ValuesAsked(Exception):
-    """A capture without answers has met a condition on values, or a number that the model refuses.
+    """A capture without answers met a condition on values, or a check of a number.
 
     The model must run once in PyTorch.
     """
@@ -228,30 +228,30 @@ class Branches:
         if any(number is None for _, number in numbers.values()):
             return None
         sizes = {symbol: self._sizes[symbol] for symbol in expression.free_symbols & self._sizes.keys()}
-        known = {symbol: size.node.hint for symbol, size in sizes.items()}
-        values = {**known, **{symbol: number for symbol, (_, number) in numbers.items()}}
+        sample_sizes = {symbol: size.node.hint for symbol, size in sizes.items()}
+        values = {**sample_sizes, **{symbol: number for symbol, (_, number) in numbers.items()}}
         answer = bool(question(_computed(expression, values)))
-        # As item() does, which returns a number of Python.
+        # item() returns a Python number, so the tensors are computed in float64 and int64, too.
         tensors = {s: t.double() if t.is_floating_point() else t.long() for s, (t, _) in numbers.items()}
-        # Kernels take sizes only as sizes.
+        # The sizes as tensors: kernels can use a symbolic size only as the size of a tensor.
         counts = {symbol: torch.ones(size, dtype=torch.int64).sum() for symbol, size in sizes.items()}
         self._assume(question(_computed(expression, {**counts, **tensors})), answer, frame)
         return answer
 
     def _depends_on_numbers(self, value: torch.SymBool | torch.SymFloat) -> bool:
-        """Returns whether a condition or number is of numbers that were taken from tensors, and perhaps sizes."""
+        """Returns whether a condition or number is computed from numbers read from tensors, and perhaps sizes."""
         symbols = value.node.expr.free_symbols
         return bool(symbols & self._numbers.keys()) and symbols <= self._numbers.keys() | self._sizes.keys()
 
     def _next(self, frame: FrameType) -> Number | None:
         """Returns what PyTorch's run has read here; None if that is unknown."""
         place = (frame.f_code, frame.f_lineno)
-        known = (self._answers or {}).get(place, [])
+        numbers_read = (self._answers or {}).get(place, [])
         if not self._running:  # a checkpoint runs again in the backward pass
-            return known[0] if len(set(known)) == 1 else None
+            return numbers_read[0] if len(set(numbers_read)) == 1 else None
         number = self._counts.get(place, 0)
         self._counts[place] = number + 1
-        return known[number] if number < len(known) else None
+        return numbers_read[number] if number < len(numbers_read) else None
 
     def _leave(self) -> None:
         """Leaves the capture if the model has to run first."""
@@ -260,6 +260,7 @@ class Branches:
             raise _Unanswered
 
     def _assume(self, condition: torch.Tensor, value: bool, frame: FrameType) -> None:
+        """Adds a condition to the results of the step, with the value that the graph assumes."""
         if not self._running:
             return
         self._conditions.append(condition.detach().reshape(()))
@@ -311,6 +312,7 @@ def _line(frame: FrameType) -> str:
 
 
 def _is_unknown(value: torch.Tensor) -> bool:
+    """Returns whether a tensor is traced and has no value; constants keep theirs."""
     from torch._subclasses.fake_tensor import FakeTensor
     from torch._subclasses.functional_tensor import FunctionalTensor
 

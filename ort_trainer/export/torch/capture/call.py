@@ -35,22 +35,24 @@ class CallDescription(ModelDescription):
     def covering(self, shapes: Mapping[str, tuple[int, ...]]) -> CallDescription:
         """Returns a description that also covers inputs of these shapes, with the same numbers of dimensions.
 
-        Fixed sizes that differ become symbolic. If dimensions of one name have several sizes, each gets its own name.
+        Fixed sizes that differ become symbolic. If dimensions of one name have several sizes, each gets its own name::
+
+            x ["n", 4], y ["n"]  for shapes x (3, 5), y (2,)  ->  x ["x_0", "x_1"], y ["y_0"]
         """
-        known = {entry.name: entry.shape for entry in self.inputs}
+        described = {entry.name: entry.shape for entry in self.inputs}
         wider = {
             name: [
                 f"{name}_{axis}" if isinstance(size, int) and size != shapes[name][axis] else size
                 for axis, size in enumerate(shape)
             ]
-            for name, shape in known.items()
+            for name, shape in described.items()
         }
         sizes: dict[str, set[int]] = {}
         for name, shape in wider.items():
-            for size, given in zip(shape, shapes[name], strict=True):
+            for size, actual in zip(shape, shapes[name], strict=True):
                 if isinstance(size, str):
-                    sizes.setdefault(size, set()).add(given)
-        shared = {symbol for symbol, found in sizes.items() if len(found) > 1}
+                    sizes.setdefault(size, set()).add(actual)
+        shared = {symbol for symbol, actual_sizes in sizes.items() if len(actual_sizes) > 1}
         return CallDescription(
             {
                 name: [f"{name}_{axis}" if size in shared else size for axis, size in enumerate(shape)]

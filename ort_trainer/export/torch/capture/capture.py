@@ -42,6 +42,7 @@ __all__ = ["CHECKPOINT", "Capture", "capture", "capturing", "exportable_function
 CHECKPOINT = "ort_trainer_checkpoint"
 """Key in a node's custom metadata: the number of the ``torch.utils.checkpoint`` that it was captured in."""
 
+# The names of autograd functions that torch.library makes for the backward passes of operators begin with this.
 _OF_OPERATORS = "GeneratedBackwardFor_"
 _TORCH = str(Path(torch.__file__).parent)
 _OURS = str(Path(__file__).parents[3])
@@ -131,7 +132,7 @@ def capture(
         capturing(module, autocast),
         _watch_autograd() as custom_backward,
         _watch_small_sizes() as least,
-        _fixing_sizes_that_are_told(),
+        _fixing_sizes_in_texts(),
         _marked_checkpoints(),
         users_lines_of_conditions(),
         _without_drawing_outside_torch(type(module.model).__name__),
@@ -173,7 +174,7 @@ def _watch_autograd() -> Iterator[list[str]]:
     ``Function.apply`` itself may have been bound to another name before, and is compiled from torch 2.14 on, so the
     creation of what it hands to forward() as ``ctx`` is watched.
     """
-    found: list[str] = []
+    custom_backward: list[str] = []
     register_hook: Any = torch.Tensor.register_hook
     grad_fn: Any = torch.Tensor.grad_fn
     pack = autograd_graph.saved_tensors_hooks.__enter__
@@ -189,20 +190,20 @@ def _watch_autograd() -> Iterator[list[str]]:
         # own function (until torch 2.11) only holds its inputs.
         whole = getattr(function, "made_of_operators", False) or function.__name__.startswith(_OF_OPERATORS)
         if not whole and function.__module__ != checkpointing.__name__:
-            found.append(function.__name__)
+            custom_backward.append(function.__name__)
 
     def watched_hook(tensor: torch.Tensor, hook: Any) -> Any:
-        found.append("register_hook")
+        custom_backward.append("register_hook")
         return register_hook(tensor, hook)
 
     def watched_node(tensor: torch.Tensor) -> Any:
         if not sys._getframe(1).f_code.co_filename.startswith(_TORCH):
-            found.append("grad_fn")  # probably for a hook of it
+            custom_backward.append("grad_fn")  # probably for a hook of it
         return grad_fn.__get__(tensor)
 
     def watched_packing(hooks: Any) -> None:
-        own = type(hooks) is not autograd_graph.saved_tensors_hooks and type(hooks).__module__.startswith("torch.")
-        if not own:  # PyTorch's own, such as save_on_cpu, change no values
+        of_torch = type(hooks) is not autograd_graph.saved_tensors_hooks and type(hooks).__module__.startswith("torch.")
+        if not of_torch:  # PyTorch's own, such as save_on_cpu, change no values
             raise ExportError(
                 "the model or the loss uses torch.autograd.graph.saved_tensors_hooks, which can change what the "
                 "backward pass reads, and which a graph can't run: remove them, or change the values in forward()"
@@ -215,7 +216,7 @@ def _watch_autograd() -> Iterator[list[str]]:
         mock.patch.object(torch.Tensor, "grad_fn", property(watched_node)),
         mock.patch.object(autograd_graph.saved_tensors_hooks, "__enter__", watched_packing),
     ):
-        yield found
+        yield custom_backward
 
 
 @contextlib.contextmanager
@@ -258,14 +259,14 @@ def _watch_small_sizes() -> Iterator[dict[sympy.Symbol, int]]:
 
 
 @contextlib.contextmanager
-def _fixing_sizes_that_are_told() -> Iterator[None]:
-    """Fixes a size that the model writes into a text or looks up in a dict or a set: no graph does that for others."""
+def _fixing_sizes_in_texts() -> Iterator[None]:
+    """Fixes a size that the model formats as text or looks up in a dict or set: a graph can do so for one size only."""
 
-    def told(name: str) -> Callable[..., Any]:
+    def fixing(name: str) -> Callable[..., Any]:
         original = getattr(torch.SymInt, name)
 
         def method(self: Any, *args: Any) -> Any:
-            # What is looked up is looked up again when the run's changes are noted.
+            # The recorder looks up again what the model has looked up, so it must get the same hash.
             others = _TORCH if name == "__hash__" else (_TORCH, _OURS)
             if sys._getframe(1).f_code.co_filename.startswith(others):
                 return original(self, *args)
@@ -275,7 +276,7 @@ def _fixing_sizes_that_are_told() -> Iterator[None]:
 
     with contextlib.ExitStack() as stack:
         for name in ("__hash__", "__repr__", "__str__", "__format__"):
-            stack.enter_context(mock.patch.object(torch.SymInt, name, told(name)))
+            stack.enter_context(mock.patch.object(torch.SymInt, name, fixing(name)))
         yield
 
 
@@ -338,13 +339,13 @@ def _without_drawing_outside_torch(model: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _attributes_put_back(module: StepModule) -> Iterator[None]:
-    """Puts back the containers in the attributes of modules, which torch.export replaces by copies of its own."""
+    """Restores the containers in the attributes of modules, which torch.export replaces by copies of its own."""
     before = [(vars(part), dict(vars(part))) for part in module.modules() if part is not module]
     try:
         yield
     finally:
-        for values, known in before:
-            values.update({key: value for key, value in known.items() if key in values})
+        for values, attributes in before:
+            values.update({key: value for key, value in attributes.items() if key in values})
 
 
 def _refuse_hooks(module: StepModule) -> None:
@@ -379,10 +380,10 @@ def _export(
     module: StepModule, sample: tuple[torch.Tensor, ...], dims: tuple[Mapping[int, Any], ...]
 ) -> torch.export.ExportedProgram:
     try:
-        # Before raising, it prints the partial graph.
-        with contextlib.redirect_stderr(io.StringIO()) as said:
+        # torch.export prints the partial graph before it raises, so its output is shown only after a success.
+        with contextlib.redirect_stderr(io.StringIO()) as stderr:
             program = torch.export.export(module, sample, dynamic_shapes=(dims,), strict=False)
-        sys.stderr.write(said.getvalue())
+        sys.stderr.write(stderr.getvalue())
         return program
     except ExportError:
         raise

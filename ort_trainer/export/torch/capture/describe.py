@@ -64,18 +64,18 @@ def name_sample(
     labels, extra = [], len(args) - len(names)
     if loss_fn is not None and (extra > 0 or not tensors):
         labels = [_unused(label, names) for label in _label_names(loss_fn, parameters, extra)]
-        if tensors:  # which have the labels, but for what is too much for forward()
+        if tensors:  # the keyword arguments have the other labels
             labels = labels[:extra]
     names = [*names[: max(len(args) - len(labels), 0)], *labels]
     if len(args) > len(names):
         raise TypeError(
             f"{len(args)} inputs were given, but forward() of {type(model).__name__} takes {names}{_for_label(loss_fn)}"
         )
-    given = dict(zip(names, args, strict=False))
-    twice = [name for name in kwargs if name in given]
+    by_position = dict(zip(names, args, strict=False))
+    twice = [name for name in kwargs if name in by_position]
     if twice:
         raise TypeError(f"inputs {twice} were given both by position and by name")
-    return {**given, **kwargs}
+    return {**by_position, **kwargs}
 
 
 def _for_label(loss_fn: LossFunction | None) -> str:
@@ -103,7 +103,7 @@ def _takes_any_name(model: nn.Module) -> bool:
 
 
 def _argument_names(model: nn.Module, keywords: bool = True) -> list[str]:
-    """Returns the names of what ``forward`` takes; without ``keywords``, only of what it takes by position, too."""
+    """Returns the names of the arguments of ``forward``; without ``keywords``, those that it also takes by position."""
     parameters = signature_of(model.forward).parameters.values()
     kinds = [inspect.Parameter.POSITIONAL_OR_KEYWORD, *[inspect.Parameter.KEYWORD_ONLY] * keywords]
     return [p.name for p in parameters if p.kind in kinds]
@@ -148,14 +148,14 @@ def describe(
     inputs = [(name, list(shape)) for name, shape in input_shapes(batch).items()]
 
     # forward() may do anything to Python objects; its side effects stay in the child.
-    def found() -> list[tuple[str, list[str], bool]]:
+    def described_outputs() -> list[tuple[str, list[str], bool]]:
         outputs: dict[str, torch.Tensor] = {}
         for name, value in _outputs(model, loss_fn, batch, layouts, labels, parameters):
             outputs[_unused(name, outputs)] = value  # {"a_b": x, "a": {"b": y}}
         return _described(outputs, batch, unset_labels(model, [*map(argument_of, batch)]))
 
-    answer = run_in_child(lambda: json.dumps(found()).encode()) if can_isolate() else None
-    outputs = found() if answer is None else json.loads(answer)
+    answer = run_in_child(lambda: json.dumps(described_outputs()).encode()) if can_isolate() else None
+    outputs = described_outputs() if answer is None else json.loads(answer)
     return ModelDescription({"inputs": inputs, "outputs": [tuple(output) for output in outputs]}, inferred=True)
 
 
@@ -244,7 +244,7 @@ def _outputs(
     """Runs a step on copies, without side effects, and yields the names and values of its outputs."""
     tensors = {name: value.clone() for name, value in batch.items()}
     data = {argument: rebuild(layout, tensors) for argument, layout in layouts.items()}
-    given = [data.pop(label) for label in labels]
+    label_values = [data.pop(label) for label in labels]
     step = Pair(model, loss_fn)
     trainable = [name for name, parameter in step.named_parameters() if parameter.requires_grad]
     # With gradients, as forward() may register hooks for them.
@@ -259,7 +259,7 @@ def _outputs(
             result = model(**data, **({} if loss_fn is not None else parameters))
             loss, what = None, "loss_fn"
             if loss_fn is not None:
-                loss = loss_fn(result, *given, **parameters)
+                loss = loss_fn(result, *label_values, **parameters)
                 if loss is None:
                     raise ExportError(
                         f"loss_fn returned None for the prediction and the labels {list(labels)}; if it reads a loss "
@@ -285,13 +285,13 @@ def _outputs(
 
 
 def _own_modes(*parts: Any) -> dict[nn.Module, bool]:
-    """Returns the modes of a first training step in a model or a loss whose modules are in different modes."""
+    """Returns the modes of all modules of a model or a loss, if some are in training mode and others are not."""
     modes = [{part: part.training for part in each.modules()} for each in parts if isinstance(each, nn.Module)]
     return {part: mode for each in modes if len(set(each.values())) > 1 for part, mode in each.items()}
 
 
 def _to_convert(layouts: Mapping[str, Layout]) -> str:
-    """Returns advice to make tensors of arguments that are lists or numbers; empty if none is."""
+    """Returns advice to convert arguments that are lists or numbers to tensors; empty if there are none."""
     lists = {name: layout[1] for name, layout in layouts.items() if layout[0] in ("list", "tuple")}
     stacked = [name for name, parts in lists.items() if parts and all(part[0] == "tensor" for part in parts)]
     others = [name for name in lists if not has_tensors(layouts[name])]
@@ -304,6 +304,7 @@ def _to_convert(layouts: Mapping[str, Layout]) -> str:
 
 
 def _find_loss(outputs: Mapping[str, torch.Tensor], unset: str) -> str:
+    """Returns the name of the loss: ``loss``, the only scalar, or a scalar that comes first."""
     if not outputs:
         raise ExportError("model_desc='auto': the model returns no tensor")
     scalars = [name for name, value in outputs.items() if value.numel() == 1 and value.is_floating_point()]

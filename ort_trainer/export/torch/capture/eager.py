@@ -1,4 +1,4 @@
-"""Runs a step as PyTorch runs it, on a copy of all that it changes: with that, ``debug.verify_every`` compares."""
+"""Runs a step in eager PyTorch, on a copy of all that it changes; ``debug.verify_every`` compares with its results."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ class EagerStep(NamedTuple):
 
     def named(self) -> dict[str, torch.Tensor]:
         """Returns all tensors by what they are called in messages."""
-        found = {f"output {name!r}": value for name, value in self.outputs.items()}
-        found |= {gradient_of(name): value for name, value in self.gradients.items()}
-        return found | {f"buffer {name!r}": value for name, value in self.buffers.items()}
+        by_description = {f"output {name!r}": value for name, value in self.outputs.items()}
+        by_description |= {gradient_of(name): value for name, value in self.gradients.items()}
+        return by_description | {f"buffer {name!r}": value for name, value in self.buffers.items()}
 
 
 def gradient_of(name: str) -> str:
@@ -105,12 +105,12 @@ def run_eagerly(
         gradients: dict[str, torch.Tensor] = {}
         if loss.requires_grad:
             # Not backward(), which adds to p.grad and calls the hooks that wait for it.
-            found = torch.autograd.grad(
+            computed = torch.autograd.grad(
                 loss, [parameters[name] for name in trained.values()], torch.full_like(loss, scale), allow_unused=True
             )
             gradients = {
                 name: value.to_dense() if value.is_sparse else value
-                for name, value in zip(trained, found, strict=True)
+                for name, value in zip(trained, computed, strict=True)
                 if value is not None
             }
         return EagerStep(
@@ -166,7 +166,7 @@ def shaken(value: torch.Tensor, epsilon: float, seed: int) -> torch.Tensor:
 def with_values(
     model: nn.Module, tensors: Mapping[str, torch.Tensor], epsilon: float, shake: int | None
 ) -> Iterator[list[_Held]]:
-    """Gives a model copies of its buffers, and its parameters perhaps other values, for a while; yields the copies.
+    """Gives a model copies of its buffers, and its parameters other values, in the context; yields the copies.
 
     Buffers become other objects, because one that a step changes and that is put back would count as changed for every
     graph of autograd that has saved it. Parameters remain the same objects, to which others may refer.
@@ -207,7 +207,7 @@ def with_values(
 
 
 def put_buffers_back(held: Sequence[_Held]) -> None:
-    """Makes buffers again what they were: a forward pass may assign others.
+    """Restores buffers in place of those that a forward pass has assigned.
 
     Args:
         held: What :func:`with_values` has yielded.

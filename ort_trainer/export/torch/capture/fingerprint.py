@@ -6,9 +6,15 @@ every object in full. A program with an object that can't be serialized, such as
 graph that might belong to another model is worse than a second export.
 
 The hash excludes the values of parameters, of the model's buffers, and of tensors from outside that the step carries,
-because they are inputs of the graph. It also
-excludes the sample's sizes in symbolic dimensions, because the graph has conditions on them, which are checked at
-look-up. All other tensors are constants of the graph, so their values are hashed.
+because they are inputs of the graph. It also excludes the sample's sizes in symbolic dimensions, because the graph has
+conditions on them, which are checked at look-up. All other tensors are constants of the graph, so their values are
+hashed::
+
+    environment    versions of libraries, hash of this package's source, settings of PyTorch, the engine
+    step           options, description, names, classes and modes of the modules
+    tensors        dtypes, shapes, strides, which share memory; values of constants only
+    sizes          symbols, their sources, conditions on them
+    program        node by node, with what later stages read of a node's metadata
 """
 
 from __future__ import annotations
@@ -93,11 +99,11 @@ def fingerprint(
 def _environment() -> Iterator[str]:
     """Yields the versions of the code that works on the program, and the settings of PyTorch that affect it."""
     yield from _versions()
-    if hash_of_sources() != SOURCES_AT_IMPORT:
+    if hash_of_sources() != SOURCES_AT_IMPORT:  # which source the running code has is unknown, as imports are lazy
         raise NoFingerprint("the source of ort_trainer has been changed since it was imported")
     yield f"sources {SOURCES_AT_IMPORT}"
     yield f"engine {engine_identity()}"
-    if torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack():
+    if torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack():  # its code may change any operator
         raise NoFingerprint("a mode of PyTorch is active, such as torch.set_default_device()")
     yield f"defaults {torch.get_default_dtype()} {torch.are_deterministic_algorithms_enabled()}"
     yield f"backends {torch._C._has_mkldnn} {torch._C._get_mkldnn_enabled()}"
@@ -108,14 +114,14 @@ def _environment() -> Iterator[str]:
 
 @functools.cache
 def _versions() -> tuple[str, ...]:
-    found = [f"python {platform.python_version()} {platform.machine()}"]
-    found.append(f"torch {torch.__version__} {torch.version.git_version}")
+    versions = [f"python {platform.python_version()} {platform.machine()}"]
+    versions.append(f"torch {torch.__version__} {torch.version.git_version}")
     for name in _LIBRARIES:
         try:
-            found.append(f"{name} {importlib.metadata.version(name)}")
+            versions.append(f"{name} {importlib.metadata.version(name)}")
         except importlib.metadata.PackageNotFoundError:
-            found.append(f"{name} is not installed")
-    return tuple(found)
+            versions.append(f"{name} is not installed")
+    return tuple(versions)
 
 
 def _step(step: ExportedStep, training: bool, device: Sequence[torch.device]) -> Iterator[str]:
@@ -144,8 +150,8 @@ def _tensors(captured: Capture, module: StepModule) -> Iterator[str]:
             raise NoFingerprint(f"{name!r} is a {type(tensor).__name__}")
         outside = None if name in of_model else carried.get(memory_of(tensor))
         name = outside or name
-        known = name in of_model or outside is not None
-        yield f"tensor {name!r} {known} {_tensor(tensor, value=not known)}"
+        is_input = name in of_model or outside is not None
+        yield f"tensor {name!r} {is_input} {_tensor(tensor, value=not is_input)}"
         # Which tensors share memory; tensors without elements never do.
         if tensor.numel():
             storage = storages.setdefault(tensor.untyped_storage().data_ptr(), len(storages))
@@ -164,15 +170,16 @@ def _tensor(tensor: torch.Tensor, value: bool) -> str:
 
 def _sizes(captured: Capture) -> Iterator[str]:
     """Yields the symbolic sizes, their sources, and the conditions on them, but not the sample's sizes."""
-    known = captured.fake_mode.shape_env
-    for symbol, sources in sorted(known.var_to_sources.items(), key=lambda item: str(item[0])):
+    shape_env = captured.fake_mode.shape_env
+    for symbol, sources in sorted(shape_env.var_to_sources.items(), key=lambda item: str(item[0])):
         yield f"symbol {symbol} {[source.name for source in sources]}"
     for name in ("var_to_range", "replacements", "deferred_runtime_asserts"):
-        table = getattr(known, name)
+        table = getattr(shape_env, name)
         yield f"{name} {sorted((str(key), str(value)) for key, value in table.items())}"
-    yield f"divisible {sorted(map(str, known.divisible))} size-like {sorted(map(str, known.size_like))}"
-    yield f"settings {known.settings}"
-    for guard in known.guards:
+    yield f"divisible {sorted(map(str, shape_env.divisible))} size-like {sorted(map(str, shape_env.size_like))}"
+    yield f"settings {shape_env.settings}"
+    for guard in shape_env.guards:
+        # Whether it is a condition of the graph: one that only chooses a library is not.
         yield f"guard {sympy.srepr(guard.expr)} {guard.size_oblivious} {is_choice_of_library(guard)}"
     ranges = captured.exported.range_constraints
     yield f"ranges {sorted((str(key), str(value)) for key, value in ranges.items())}"
@@ -193,6 +200,7 @@ def _graph_module(module: torch.fx.GraphModule) -> Iterator[str]:
 
 
 def _target(module: torch.fx.GraphModule, node: torch.fx.Node) -> str:
+    """Returns what a node calls or reads, as unambiguous text."""
     if node.op == "call_function":
         return _function(node.target)
     if node.op == "get_attr":
@@ -210,6 +218,7 @@ def _target(module: torch.fx.GraphModule, node: torch.fx.Node) -> str:
 
 
 def _function(target: Any) -> str:
+    """Returns an operator, or a function of Python or PyTorch, as text: its behavior follows from the versions."""
     if isinstance(target, torch._ops.OpOverload):
         if target.namespace not in _NAMESPACES:
             raise NoFingerprint(f"{target} is not an operator of PyTorch")
@@ -242,6 +251,7 @@ def _value(value: Any) -> str:
         sizes = f"{_value(tuple(value.shape))} {_value(value.stride())} {_value(value.storage_offset())}"
         return f"tensor {value.dtype} {value.device} {value.layout} {sizes} {value.requires_grad} {value.is_conj()}"
     if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        # srepr, unlike str, spells out the classes of an expression and the assumptions on its symbols.
         return f"{kind.__name__} {sympy.srepr(value.node.expr)}"
     if kind is slice:
         return f"slice[{_value(value.start)}, {_value(value.stop)}, {_value(value.step)}]"

@@ -65,8 +65,8 @@ def find_index_ranges(captured: Capture, description: ModelDescription) -> tuple
     }
     results = list(zip(signature.user_outputs, outputs, strict=False))  # without what is left, and conditions
     changed: set[str] = set()
-    found = list(_ranges(exported.graph, operands, symbols, lambda node: _dependent(node, results), changed))
-    return tuple(dict.fromkeys(entry for entry in found if entry.input not in changed))
+    ranges = list(_ranges(exported.graph, operands, symbols, lambda node: _dependent(node, results), changed))
+    return tuple(dict.fromkeys(entry for entry in ranges if entry.input not in changed))
 
 
 def _ranges(
@@ -90,7 +90,7 @@ def _ranges(
                 outputs = dependent(node)
                 yield from _ranges(*inner, symbols, lambda _, outputs=outputs: outputs, changed)  # type: ignore[misc]
         elif isinstance(node.target, torch._ops.OpOverload):
-            changed |= {found for value in written(node) if (found := _origin(value, operands, views))}
+            changed |= {name for value in written(node) if (name := _origin(value, operands, views))}
             handed_on = _handed_on(node, operands, symbols)
             if handed_on is not None:
                 operands[node] = handed_on
@@ -125,28 +125,28 @@ def _shares_memory(node: Node) -> bool:
 
 def _uses(node: Node) -> Iterator[tuple[Any, Any, dict[str, Any]]]:
     """Yields the indices of an operator: the value, the size of the indexed dimension, and further allowed values."""
-    name, given = _name(node), arguments_of(node)
+    name, arguments = _name(node), arguments_of(node)
     if name in ("embedding", "embedding_bag", "_embedding_bag"):
-        yield given["indices"], _shape(given["weight"])[0], {}
+        yield arguments["indices"], _shape(arguments["weight"])[0], {}
     elif name in ("cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d"):
-        shape = _shape(given["self"])
-        yield given["target"], shape[1 if len(shape) > 1 else 0], {"ignored": given["ignore_index"]}
+        shape = _shape(arguments["self"])
+        yield arguments["target"], shape[1 if len(shape) > 1 else 0], {"ignored": arguments["ignore_index"]}
     elif name == "multi_margin_loss":
-        yield given["target"], _shape(given["self"])[-1], {}
-    elif name == "one_hot" and given["num_classes"] > 0:
-        yield given["self"], given["num_classes"], {}
+        yield arguments["target"], _shape(arguments["self"])[-1], {}
+    elif name == "one_hot" and arguments["num_classes"] > 0:
+        yield arguments["self"], arguments["num_classes"], {}
     elif name in ("gather", "scatter", "scatter_add", "scatter_reduce", "index_select", "index_add", "index_copy"):
-        yield given["index"], _axis(given["self"], given["dim"]), {}
+        yield arguments["index"], _axis(arguments["self"], arguments["dim"]), {}
     elif name == "index_fill":
-        yield given["index"], _axis(given["self"], given["dim"]), {"from_end": True}
+        yield arguments["index"], _axis(arguments["self"], arguments["dim"]), {"from_end": True}
     elif name in ("index", "index_put"):
-        yield from _indexed_axes(given)
+        yield from _indexed_axes(arguments)
 
 
-def _indexed_axes(given: Arguments) -> Iterator[tuple[Any, Any, dict[str, Any]]]:
+def _indexed_axes(arguments: Arguments) -> Iterator[tuple[Any, Any, dict[str, Any]]]:
     """Yields the indices of ``tensor[indices]``: one value per axis; a mask covers as many axes as it has."""
-    axis, shape = 0, _shape(given["self"])
-    for index in given["indices"]:
+    axis, shape = 0, _shape(arguments["self"])
+    for index in arguments["indices"]:
         if index is not None and index.meta["val"].dtype == torch.bool:
             axis += index.meta["val"].dim()
             continue
@@ -157,26 +157,27 @@ def _indexed_axes(given: Arguments) -> Iterator[tuple[Any, Any, dict[str, Any]]]
 
 def _handed_on(node: Node, operands: Mapping[Node, _Operand], symbols: SymbolTable) -> _Operand | None:
     """Returns the operand after an operator that passes values on unchanged; None after any other operator."""
-    known = operands.get(node.args[0]) if node.args and isinstance(node.args[0], Node) else None
-    if known is None or not is_integer(node):
+    operand = operands.get(node.args[0]) if node.args and isinstance(node.args[0], Node) else None
+    if operand is None or not is_integer(node):
         return None
-    name, given = _name(node), list(arguments_of(node).values())[1:]
+    name, settings = _name(node), list(arguments_of(node).values())[1:]
     if name in _COPIES:
-        return known if node.meta["val"].dtype in (_type_before(node), torch.int32, torch.int64) else None
+        return operand if node.meta["val"].dtype in (_type_before(node), torch.int32, torch.int64) else None
     part = name in _PARTS
     if name in ("pad", "constant_pad_nd"):
-        if name == "pad" and given[1] != "constant":
+        if name == "pad" and settings[1] != "constant":
             return None
-        name, given, part = "constant_pad_nd", [given[0], -1], True  # -1 marks padding
-    elif name == "slice" and (given[1] or 0, given[2], given[3]) == (*_WHOLE, 1):
-        return known
+        # core/indices.py applies the steps to the positions of elements; -1 says that padding has none.
+        name, settings, part = "constant_pad_nd", [settings[0], -1], True
+    elif name == "slice" and (settings[1] or 0, settings[2], settings[3]) == (*_WHOLE, 1):
+        return operand
     elif name not in STEPS:
         return None
-    arguments = _numbers(given, symbols)
+    arguments = _numbers(settings, symbols)
     if arguments is None:
         return None
-    steps = (*known.steps, (name, arguments))
-    return _Operand(known.input, steps, len(steps) if part else known.parts)
+    steps = (*operand.steps, (name, arguments))
+    return _Operand(operand.input, steps, len(steps) if part else operand.parts)
 
 
 def _type_before(node: Node) -> torch.dtype:
@@ -185,22 +186,22 @@ def _type_before(node: Node) -> torch.dtype:
     return dtype
 
 
-def _numbers(given: Sequence[Any], symbols: SymbolTable) -> tuple[Any, ...] | None:
+def _numbers(arguments: Sequence[Any], symbols: SymbolTable) -> tuple[Any, ...] | None:
     """Returns arguments with expressions for symbolic sizes; None if one has no expression."""
-    found: list[Any] = []
-    for value in given:
+    numbers: list[Any] = []
+    for value in arguments:
         if isinstance(value, (list, tuple)):
             entry: Any = _numbers(value, symbols)
         elif value is None or isinstance(value, (bool, float, str)):
-            found.append(value)
+            numbers.append(value)
             continue
         else:
             size = value.meta.get("val") if isinstance(value, Node) else value
             entry = symbols.expression(size) if isinstance(size, (int, torch.SymInt)) else None
         if entry is None:
             return None
-        found.append(entry)
-    return tuple(found)
+        numbers.append(entry)
+    return tuple(numbers)
 
 
 def _inner(node: Node, operands: Mapping[Node, _Operand]) -> tuple[torch.fx.Graph, dict[Node, _Operand]] | None:
@@ -210,12 +211,12 @@ def _inner(node: Node, operands: Mapping[Node, _Operand]) -> tuple[torch.fx.Grap
         part = getattr(module, str(value.target), None) if isinstance(value, Node) and value.op == "get_attr" else None
         if isinstance(part, torch.fx.GraphModule):
             inputs = part.graph.find_nodes(op="placeholder")
-            given = node.args[place + 1 :]
-            if len(inputs) != len(given):
+            passed = node.args[place + 1 :]
+            if len(inputs) != len(passed):
                 return None
             return part.graph, {
                 inside: operands[outside]
-                for inside, outside in zip(inputs, given, strict=True)
+                for inside, outside in zip(inputs, passed, strict=True)
                 if isinstance(outside, Node) and outside in operands
             }
     return None

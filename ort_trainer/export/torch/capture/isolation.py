@@ -131,11 +131,11 @@ def _answer(function: Callable[[], bytes | None], writer: int) -> None:
     """Runs the function in the child. It uses one thread, because the parent's threads do not exist after a fork."""
     torch.set_num_threads(1)
     try:
-        made = function()
-        answer = b"" if made is None else b"+" + made
+        result = function()
+        answer = b"" if result is None else b"+" + result
     except Exception as error:
-        known = type(error).__name__ in _ERRORS
-        message = str(error) if known else "".join(traceback.format_exception(error))
+        is_passed_on = type(error).__name__ in _ERRORS
+        message = str(error) if is_passed_on else "".join(traceback.format_exception(error))
         arguments = error.args if isinstance(error, IdleOptionError) else (message,)
         answer = b"-" + json.dumps([type(error).__name__, *arguments]).encode()
     with os.fdopen(writer, "wb") as stream:

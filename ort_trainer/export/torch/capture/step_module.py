@@ -178,9 +178,9 @@ def check_signature(
     labels: tuple[str, ...] = ()
     if loss_fn is not None:
         needs_label = takes_label(loss_fn, parameters or ())
-        given = list(dict.fromkeys(arguments))
+        argument_names = list(dict.fromkeys(arguments))
         choose = labels_beside_any_name if anything else _last_labels
-        labels = tuple(choose(given, keywords, loss_fn, parameters or ()))
+        labels = tuple(choose(argument_names, keywords, loss_fn, parameters or ()))
         signature = signature_of_loss(loss_fn)
         try:
             if signature is not None:
@@ -272,10 +272,10 @@ def label_parameters(loss_fn: LossFunction) -> list[inspect.Parameter] | None:
     return [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][1:]
 
 
-def unset_labels(model: nn.Module, given: Collection[str]) -> str:
+def unset_labels(model: nn.Module, names: Collection[str]) -> str:
     """Returns advice to pass a label that ``forward`` takes but was not given; "" if there is none."""
     parameters = signature_of(model.forward).parameters.values()
-    unset = [p.name for p in parameters if p.default is None and p.name not in given]
+    unset = [p.name for p in parameters if p.default is None and p.name not in names]
     unset = [name for name in unset if "label" in name or "target" in name] or unset[: len(unset) == 1]
     if not unset:
         return ""
@@ -309,21 +309,21 @@ def labels_beside_any_name(
     Raises:
         TypeError: If an argument may be for either function.
     """
-    known = label_parameters(loss_fn)
-    parameters = [p for p in known or () if p.name not in others]
+    declared = label_parameters(loss_fn)
+    parameters = [p for p in declared or () if p.name not in others]
     names = ["label", *(p.name for p in parameters)]
     free = [name for name in arguments if name not in keywords]
-    found = [name for name in free if name in names]
+    labels = [name for name in free if name in names]
     required = max(int(takes_label(loss_fn, others)), sum(p.default is p.empty for p in parameters))
-    rest = [name for name in arguments if name not in found]
-    found += rest[max(len(rest) - max(required - len(found), 0), 0) :]
-    unclear = [name for name in free if name not in found]
-    if unclear and keywords and (known is None or len(parameters) > len(found)):
+    rest = [name for name in arguments if name not in labels]
+    labels += rest[max(len(rest) - max(required - len(labels), 0), 0) :]
+    unclear = [name for name in free if name not in labels]
+    if unclear and keywords and (declared is None or len(parameters) > len(labels)):
         raise TypeError(
             f"inputs {unclear} may be for forward(), which takes any name, or for loss_fn: name labels as loss_fn's "
-            f"parameters{'' if known is None else f', {names[1:]}'}, or pass them as one tuple, label=(y, ...)"
+            f"parameters{'' if declared is None else f', {names[1:]}'}, or pass them as one tuple, label=(y, ...)"
         )
-    return [name for name in arguments if name in found]
+    return [name for name in arguments if name in labels]
 
 
 def named_outputs(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
@@ -352,6 +352,7 @@ def named_outputs(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _tensors(value: Any, model: nn.Module) -> Iterator[torch.Tensor]:
+    """Yields the tensors in a model's return value; raises an error at a part that is not a tensor."""
     for name, part in named_outputs(value):
         if not isinstance(part, torch.Tensor):
             raise ExportError(
@@ -407,30 +408,30 @@ class StepModule(nn.Module):
         """Returns the tensors from outside that become inputs of the graph if it reads them, by name."""
         if not self.carries:
             return {}
-        found = {name: tensor for name, (tensor, _) in self.recorder.outside().items()}
-        found |= {text_of(expression): tensor for expression, tensor in self.recorder.uses.scalars}
-        return {name: tensor for name, tensor in found.items() if memory_of(tensor) is not None}
+        by_name = {name: tensor for name, (tensor, _) in self.recorder.outside().items()}
+        by_name |= {text_of(expression): tensor for expression, tensor in self.recorder.uses.scalars}
+        return {name: tensor for name, tensor in by_name.items() if memory_of(tensor) is not None}
 
     @staticmethod
     def result(tensor: torch.Tensor) -> torch.Tensor:
-        """Returns a tensor that was left outside as a result: a copy, which is dropped where memory is its own."""
+        """Returns a tensor that was left outside as a result: a copy, which is dropped from the graph if needless."""
         return tensor.detach().clone()
 
     def run(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Runs model and loss function, without handling assignments to attributes."""
         tensors = dict(zip(self._names, inputs, strict=True))
         arguments = {argument_of(name): ("tensor", name) for name in self._names} | dict(self._layouts)
-        given = {name: rebuild(layout, tensors) for name, layout in arguments.items()}
-        labels = [given.pop(name) for name in self._labels]
-        parameters = {name: given.pop(name) for name in self._loss_parameters}
+        values = {name: rebuild(layout, tensors) for name, layout in arguments.items()}
+        labels = [values.pop(name) for name in self._labels]
+        parameters = {name: values.pop(name) for name in self._loss_parameters}
         if self.loss_fn is None:
-            found = _tensors(self.model(**given, **parameters), self.model)
+            returned = _tensors(self.model(**values, **parameters), self.model)
         else:
-            prediction = self.model(**given)
+            prediction = self.model(**values)
             predicted = prediction[0] if self._loss_of_first else prediction
             loss = self.loss_fn(predicted, *labels, **parameters)
-            found = itertools.chain([checked_loss(loss)], _tensors(prediction, self.model))
-        outputs = list(itertools.islice(found, len(self._outputs)))
+            returned = itertools.chain([checked_loss(loss)], _tensors(prediction, self.model))
+        outputs = list(itertools.islice(returned, len(self._outputs)))
         if len(outputs) < len(self._outputs):
             unset = unset_labels(self.model, [*map(argument_of, self._names)])
             raise ExportError(
@@ -455,8 +456,8 @@ def checked_loss(loss: Any, has_loss_fn: bool = True) -> torch.Tensor:
         ExportError: If it is not a floating-point tensor of one element.
     """
     if not isinstance(loss, torch.Tensor):
-        given = "a number" if isinstance(loss, (torch.SymInt, torch.SymFloat)) else f"a {type(loss).__name__}"
-        raise ExportError(f"loss_fn must return a tensor, but it returned {given}: return the loss alone, no .item()")
+        kind = "a number" if isinstance(loss, (torch.SymInt, torch.SymFloat)) else f"a {type(loss).__name__}"
+        raise ExportError(f"loss_fn must return a tensor, but it returned {kind}: return the loss alone, no .item()")
     if any(size != 1 for size in loss.shape):
         raise ExportError(
             f"the loss must be a scalar, but its shape is {list(loss.shape)}: "

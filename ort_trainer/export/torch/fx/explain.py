@@ -86,13 +86,13 @@ def explain(error: Exception, exporter: str, model: str) -> str:
 
 
 def may_be_sizes(error: ExportError) -> bool:
-    """Returns whether an export may have failed because sizes are symbolic, and not because of the model itself."""
+    """Returns whether an export may have failed only because sizes are symbolic."""
     cause = error.__cause__
     return cause is not None and not any(isinstance(cause, kinds) for kinds in _errors_of_values())
 
 
 def _errors_of_values() -> tuple[Any, Any]:
-    """Returns torch's errors if what a model does next depends on values, and if the size of a result does."""
+    """Returns torch's errors for control flow that depends on values, and for a result whose size does."""
     from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException  # slow
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, PendingUnbackedSymbolNotFound
 
@@ -157,8 +157,8 @@ def source_line_of_error(error: BaseException) -> str:
 def _library_line_of_error(error: BaseException) -> str:
     """Returns the line in PyTorch that raised when the user's code called it; "" if the user's own line raised."""
     frames = _frames_of_error(error)
-    own = [number for number, frame in enumerate(frames) if not frame[0].startswith(LIBRARIES)]
-    inner = [frame for frame in frames[own[-1] + 1 :] if frame[0].startswith(_COMPUTES)] if own else []
+    user_frames = [number for number, frame in enumerate(frames) if not frame[0].startswith(LIBRARIES)]
+    inner = [frame for frame in frames[user_frames[-1] + 1 :] if frame[0].startswith(_COMPUTES)] if user_frames else []
     inner = [frame for frame in inner if frame[0] != _CALLS_FORWARD]
     return shown_place(inner[-1]) if inner else ""
 
@@ -177,10 +177,11 @@ def _frames_of_error(error: BaseException) -> list[tuple[str, str, str, str]]:
 
 
 def _last_of_the_user(frames: list[tuple[str, str, str, str]], otherwise: str = "") -> str:
-    own = [frame for frame in frames if not frame[0].startswith(LIBRARIES)]
-    if not own:
+    """Returns the innermost frame that is not in PyTorch or this package, as text."""
+    user_frames = [frame for frame in frames if not frame[0].startswith(LIBRARIES)]
+    if not user_frames:
         return otherwise or "its line in the model's source is unknown"
-    return shown_place(own[-1])
+    return shown_place(user_frames[-1])
 
 
 def shown_place(frame: tuple[str, str, str, str]) -> str:

@@ -86,12 +86,12 @@ class SymbolNames:
         return self._print(size.node.expr)
 
     def add(self, name: str, size: torch.SymInt) -> None:
-        """Names a symbolic size that is none of the batch's."""
+        """Names a symbolic size that does not come from the batch."""
         self._names = {**self._names, size.node.expr: name}
         self._sizes = {**self._sizes, name: hint(size)}
 
     def alike(self, size: torch.SymInt) -> set[sympy.Symbol]:
-        """Returns torch's symbols of the same name as a size's."""
+        """Returns all of torch's symbols that have the same name as a size."""
         name = self._names.get(size.node.expr)
         return {symbol for symbol, other in self._names.items() if other == name}
 
@@ -109,8 +109,10 @@ class SymbolNames:
         return None if any(size is None for size in sizes) else tuple(size for size in sizes if size is not None)
 
     def _print(self, expression: sympy.Basic) -> Dim | None:
+        """Returns an expression over torch's symbols as text over names, or a number; None if a symbol has no name."""
         if not expression.free_symbols <= set(self._names):
             return None
+        # Symbols named like calls, so that the printed text is an expression of core/dims.py: 2*dim('batch').
         named = expression.xreplace({s: sympy.Symbol(f"dim({self._names[s]!r})", integer=True) for s in self._names})
         if not named.free_symbols:
             return int(bool(named)) if named.is_Boolean else int(named)  # type: ignore[call-overload, no-any-return]
@@ -191,12 +193,12 @@ class SymbolTable(SymbolNames):
 
 @contextlib.contextmanager
 def remembered_sizes() -> Iterator[None]:
-    """Makes torch remember the results of arithmetic with symbolic sizes, which are a third of an export.
+    """Caches torch's arithmetic with symbolic sizes, which takes a third of an export.
 
-    Every fake tensor computes its strides, and whether it is contiguous in some order: for a BERT-base 200,000 results,
-    of which 700 differ.
+    Every fake tensor computes its strides, and whether it is contiguous in some order: 200,000 results for a BERT-base,
+    only 700 of them different.
     """
-    known: dict[tuple[Any, ...], SymNode] = {}
+    cache: dict[tuple[Any, ...], SymNode] = {}
 
     def remembering(name: str) -> Callable[[SymNode, Any], SymNode]:
         compute = getattr(SymNode, name)
@@ -205,10 +207,10 @@ def remembered_sizes() -> Iterator[None]:
             if type(other) is not SymNode or get_proxy_mode() is not None:  # while tracing, every result is recorded
                 return compute(self, other)  # type: ignore[no-any-return]
             key = name, self.shape_env, self._expr, other._expr, self.pytype, other.pytype
-            found = known.get(key)
-            if found is None:
-                found = known[key] = compute(self, other)
-            return found
+            result = cache.get(key)
+            if result is None:
+                result = cache[key] = compute(self, other)
+            return result
 
         return method
 
@@ -222,7 +224,7 @@ def remembered_sizes() -> Iterator[None]:
 def users_lines_of_conditions() -> Iterator[None]:
     """Makes torch record the user's line with every condition on sizes; by default it records only its own."""
     original = ShapeEnv._get_sloc
-    uninteresting_files().add(__file__)
+    uninteresting_files().add(__file__)  # or torch would take the wrapper below for the line that caused a condition
 
     def noted(self: ShapeEnv, *args: Any, **kwargs: Any) -> Any:
         place, line = original(self, *args, **kwargs), _current_line_of_the_user()
@@ -235,17 +237,17 @@ def users_lines_of_conditions() -> Iterator[None]:
 def _current_line_of_the_user() -> str | None:
     """Returns the innermost running line of model and loss, ignoring PyTorch, this package and Python's library."""
     frame: FrameType | None = sys._getframe(2)
-    found = None
+    users_frame = None
     while frame is not None and frame.f_code.co_filename != _CALLS_MODEL:
         file = frame.f_code.co_filename
         of_python = file.startswith(_PYTHON) and "site-packages" not in file
-        if found is None and not of_python and not file.startswith((*LIBRARIES, "<")):
-            found = frame
+        if users_frame is None and not of_python and not file.startswith((*LIBRARIES, "<")):
+            users_frame = frame
         frame = frame.f_back
-    if frame is None or found is None:
+    if frame is None or users_frame is None:
         return None
-    file, line = found.f_code.co_filename, found.f_lineno
-    return shown_place((file, str(line), found.f_code.co_name, linecache.getline(file, line)))
+    file, line = users_frame.f_code.co_filename, users_frame.f_lineno
+    return shown_place((file, str(line), users_frame.f_code.co_name, linecache.getline(file, line)))
 
 
 def _line_of_condition(place: Any) -> str:

@@ -57,7 +57,7 @@ def is_tensor(node: Node) -> bool:
 
 
 def is_integer(node: Node) -> bool:
-    """Returns whether a node's value is one tensor of integers; flags are none."""
+    """Returns whether a node's value is one tensor of integers; bools don't count."""
     value = node.meta.get("val")
     return isinstance(value, torch.Tensor) and value.dtype in _INTEGERS
 
@@ -94,7 +94,7 @@ def base_of(node: Node) -> Node:
 def memory_order(value: torch.Tensor) -> tuple[int, ...] | None:
     """Returns the dimensions from the largest to the smallest stride, or None if the tensor should be contiguous.
 
-    That is so if it is already, or if it has gaps or elements that share memory.
+    It should be if it is already, or if it has gaps or elements that share memory.
     """
     sizes = [hint(size) for size in value.shape]
     order = dense_order(sizes, [hint(stride) for stride in value.stride()])

@@ -1,4 +1,4 @@
-"""Refuses changes in place that PyTorch's functionalization gets wrong: through views of which it has no exact inverse.
+"""Refuses changes in place that PyTorch's functionalization gets wrong: those through views without an exact inverse.
 
 A graph has no changes in place. Functionalization replaces one through a view by a new base, which it computes from the
 changed view. For slices, diagonals and most other views that is exact. For ``unfold`` it is a sum over windows, so that
@@ -40,7 +40,7 @@ def refuse_inexact_writes(graph: torch.fx.Graph) -> None:
 
 
 def refuse_sums_over_windows(graph: torch.fx.Graph) -> None:
-    """Raises if functionalization has already replaced such a change, in the graph of a forward pass.
+    """Raises if functionalization has already replaced an inexact change, in the graph of a forward pass.
 
     Raises:
         ExportError: If so; it names the line and the way out.
@@ -72,13 +72,14 @@ def bases_of(value: Any) -> Iterator[Node]:
 
 
 def _is_inexact(view: Node) -> bool:
-    """Returns whether functionalization can't compute what was viewed from a changed view."""
+    """Returns whether functionalization can't compute the base from a changed view."""
     if view.target is aten.unfold.default:
         base, axis, size, step = (view.args[0].meta["val"], *view.args[1:])  # type: ignore[union-attr]
         return base.dim() > 0 and not _covers(base.shape[axis], size, step)
     if view.target is aten.as_strided.default:
         value = view.meta["val"]
         sizes, strides = [hint(size) for size in value.shape], [hint(stride) for stride in value.stride()]
+        # The view of a memory whose elements are their own addresses: an address that occurs twice overlaps.
         last = sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
         places: torch.Tensor = torch.arange(last + 1).as_strided(sizes, strides)
         return len(set(places.flatten().tolist())) < places.numel()
@@ -91,10 +92,12 @@ def _covers(length: Any, size: Any, step: Any) -> bool:
 
 
 def _number(value: Any) -> Any:
+    """Returns an argument as a number or a symbolic size, if it is a node that computes one."""
     return value.meta["val"] if isinstance(value, Node) else value
 
 
 def _refused(node: Node, view: Any) -> ExportError:
+    """Returns the error for a change in place through a view without an exact inverse."""
     name, problem = "as_strided", "has elements several times"
     if view is aten.unfold.default:
         name, problem = "unfold", "leaves out elements or has them several times"

@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from .divide import reached_from
+
 __all__ = ["roll_up_loops"]
 
 aten = torch.ops.aten
@@ -54,6 +56,7 @@ def roll_up_loops(graph: torch.fx.Graph) -> None:
 
 
 def _may_move(node: Node) -> bool:
+    """Returns whether an operator may run at another time: it changes no tensor and samples no random number."""
     if node.op != "call_function" or node.target is operator.getitem:
         return node.op != "call_module"
     if not isinstance(node.target, torch._ops.OpOverload):
@@ -73,12 +76,12 @@ def _state(cell: Node) -> list[Any]:
 def _before(cell: Node) -> Node | None:
     """Returns the preceding cell, which has the same weights and computed this cell's state; None if there is none."""
     state = _state(cell)
-    found = state[0].args[0] if cell.target is aten.lstm_cell.default and _is_item(state[0], 0) else state[0]
-    if not isinstance(found, Node) or found.target != cell.target or found.args[2:] != cell.args[2:]:
+    previous = state[0].args[0] if cell.target is aten.lstm_cell.default and _is_item(state[0], 0) else state[0]
+    if not isinstance(previous, Node) or previous.target != cell.target or previous.args[2:] != cell.args[2:]:
         return None
-    if len(state) > 1 and not (_is_item(state[1], 1) and state[1].args[0] is found):
+    if len(state) > 1 and not (_is_item(state[1], 1) and state[1].args[0] is previous):
         return None
-    return found
+    return previous
 
 
 def _is_item(value: Any, place: int) -> bool:
@@ -94,7 +97,7 @@ def _outputs(cell: Node, place: int) -> list[Node]:
 
 def _chain(first: Node) -> list[Node]:
     """Returns a cell and its successors, as long as their inputs don't depend on the first cell's result."""
-    chain, reached = [first], _reached(first)
+    chain, reached = [first], reached_from([first])
     while True:
         users = [user for output in _outputs(chain[-1], 0) for user in output.users]
         following = [user for user in users if user.target == first.target and _before(user) is chain[-1]]
@@ -109,16 +112,6 @@ def _is_lstm(cell: Node) -> bool:
     return cell.target is aten.lstm_cell.default
 
 
-def _reached(node: Node) -> set[Node]:
-    found, pending = {node}, [node]
-    while pending:
-        for user in pending.pop().users:
-            if user not in found:
-                found.add(user)
-                pending.append(user)
-    return found
-
-
 def _caller(graph: torch.fx.Graph, like: Node) -> Callable[..., Node]:
     """Returns a function that adds nodes with the origin of another node."""
 
@@ -131,14 +124,16 @@ def _caller(graph: torch.fx.Graph, like: Node) -> Callable[..., Node]:
 
 
 def _make_layer(graph: torch.fx.Graph, chain: Sequence[Node]) -> None:
+    """Replaces a chain of cells by one layer over a sequence (time, batch, features)."""
     first, last = chain[0], chain[-1]
     weights = [weight for weight in first.args[2:] if weight is not None]
     with graph.inserting_before(first):
         call = _caller(graph, first)
         value = _together(call, [cell.args[0] for cell in chain])
-        states = [call(aten.unsqueeze.default, state, 0) for state in _state(first)]
-        given = states if _is_lstm(first) else states[0]
-        layer = call(_LAYERS[first.target], value, given, weights, len(weights) > 2, 1, 0.0, True, False, False)
+        states = [call(aten.unsqueeze.default, state, 0) for state in _state(first)]  # (layers = 1, batch, hidden)
+        initial = states if _is_lstm(first) else states[0]
+        # After the weights: has_biases, num_layers, dropout, train, bidirectional, batch_first.
+        layer = call(_LAYERS[first.target], value, initial, weights, len(weights) > 2, 1, 0.0, True, False, False)
         steps = call(aten.unbind.int, call(operator.getitem, layer, 0), 0)
         for number, cell in enumerate(chain):
             output = call(operator.getitem, steps, number)
@@ -180,14 +175,14 @@ def _roll_up_linear(graph: torch.fx.Graph) -> None:
 
 
 def _sort(graph: torch.fx.Graph) -> None:
-    """Moves every node after its inputs, and changes the order as little as possible."""
+    """Moves every node behind its inputs, and otherwise keeps the order."""
     done: set[Node] = set()
     order: list[Node] = []
     for node in graph.nodes:
         pending = [node]
         while pending:
             top = pending[-1]
-            missing: Iterable[Node] = [given for given in top.all_input_nodes if given not in done]
+            missing: Iterable[Node] = [source for source in top.all_input_nodes if source not in done]
             if missing:
                 pending += missing
                 continue

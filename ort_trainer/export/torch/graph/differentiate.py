@@ -76,6 +76,7 @@ def differentiate(
         for part in exported.modules():
             if isinstance(part, torch.fx.GraphModule):
                 _drop_assertions(part)
+                # The larger limit of a symbol counts.
                 least = dict.fromkeys(_symbols(_sizes_of_lstms(part.graph)), 1) | least
                 least |= dict.fromkeys(_symbols(_squeezed_sizes(part.graph)), 2)
                 roll_up_loops(part.graph)
@@ -103,12 +104,12 @@ def differentiate(
     tensors: dict[str, torch.Tensor] = dict(core.named_parameters(remove_duplicate=False))
     tensors |= dict(core.named_buffers(remove_duplicate=False))
     constants = captured.exported.constants
-    known = canonical_names(module.model, module)
+    canonical = canonical_names(module.model, module)
     outside = module.outside()
     for name in dict.fromkeys((*tensors, *constants)):
-        if name not in known and name.startswith("loss_fn.") and name in outside:
-            known[name] = name
-    result = _sort(joint, known, {**tensors, **constants}, symbols)
+        if name not in canonical and name.startswith("loss_fn.") and name in outside:
+            canonical[name] = name
+    result = _sort(joint, canonical, {**tensors, **constants}, symbols)
     result.assumptions = captured.assumptions
     described = len(result.outputs) - len(result.assumptions)
     result.outputs, result.conditions = result.outputs[:described], result.outputs[described:]
@@ -140,9 +141,9 @@ def _replace_composites(module: torch.fx.GraphModule, for_onnx: bool = True) -> 
         module: The graph.
         for_onnx: Whether to include composites that only make up for gaps in ONNX.
     """
-    known = composites(for_onnx)
+    table = composites(for_onnx)
     for node in module.graph.nodes:
-        composite = (known.get(node.target) or known.get(str(node.target))) if node.op == "call_function" else None
+        composite = (table.get(node.target) or table.get(str(node.target))) if node.op == "call_function" else None
         if composite is not None:
             node.target = _named(composite, node.target)
     module.recompile()
@@ -202,6 +203,7 @@ def _differentiate(
     core: nn.Module,
     inputs: Sequence[torch.Tensor],
 ) -> torch.fx.GraphModule:
+    """Returns AOTAutograd's joint graph of a module; ``model`` is the name of the user's, for errors."""
     try:
         with tracing(TracingContext(captured.fake_mode)):
             joint = aot_export_joint_with_descriptors(stack, core, tuple(inputs), decompositions=dict(table))
@@ -234,7 +236,7 @@ def _drop_assertions(core: torch.fx.GraphModule) -> None:
 
 
 def _sort(
-    joint: torch.fx.GraphModule, known: Mapping[str, str], tensors: Mapping[str, Any], symbols: SymbolTable
+    joint: torch.fx.GraphModule, canonical: Mapping[str, str], tensors: Mapping[str, Any], symbols: SymbolTable
 ) -> FlatGraph:
     """Sorts placeholders and results by AOTAutograd's descriptors."""
     result = FlatGraph(joint, {}, {}, {}, {}, [], {}, {}, {}, {}, symbols)
@@ -242,11 +244,11 @@ def _sort(
     for node in joint.graph.find_nodes(op="placeholder"):
         what = node.meta["desc"]
         if isinstance(what, (ParamAOTInput, BufferAOTInput)):
-            if what.target in known:
+            if what.target in canonical:
                 # torch.export gives some tied weights a placeholder under each of their names.
-                first = placeholders.setdefault(known[what.target], node)
+                first = placeholders.setdefault(canonical[what.target], node)
                 node.replace_all_uses_with(first)
-                result.state[first] = known[what.target]
+                result.state[first] = canonical[what.target]
             else:
                 result.constants[node] = tensors[what.target]
         elif isinstance(what, PlainAOTInput):
@@ -267,11 +269,11 @@ def _sort(
             result.outputs.append(node)
         elif isinstance(what, GradAOTOutput):
             if isinstance(what.grad_of, ParamAOTInput):
-                _add_gradient(result, known[what.grad_of.target], node)
+                _add_gradient(result, canonical[what.grad_of.target], node)
             elif isinstance(what.grad_of, PlainAOTInput):
                 result.input_gradients[what.grad_of.idx] = node
         elif isinstance(what, InputMutationAOTOutput):
-            _sort_mutation(what, node, known, result)
+            _sort_mutation(what, node, canonical, result)
         else:
             raise ExportError(f"the model has a result of the unsupported kind {type(what).__name__}")
     return result
@@ -314,13 +316,14 @@ def _add_gradient(result: FlatGraph, name: str, node: torch.fx.Node) -> None:
 
 
 def _sort_mutation(
-    what: InputMutationAOTOutput, node: torch.fx.Node, known: Mapping[str, str], result: FlatGraph
+    what: InputMutationAOTOutput, node: torch.fx.Node, canonical: Mapping[str, str], result: FlatGraph
 ) -> None:
+    """Sorts the new value of an input, buffer or parameter that the module changes in place."""
     mutated = what.mutated_input
-    if isinstance(mutated, BufferAOTInput) and mutated.target not in known:
+    if isinstance(mutated, BufferAOTInput) and mutated.target not in canonical:
         raise ExportError(f"the loss function changes its buffer {mutated.target!r}: only a model's buffers may change")
     if isinstance(mutated, BufferAOTInput):
-        result.buffer_updates[known[mutated.target]] = node
+        result.buffer_updates[canonical[mutated.target]] = node
     elif isinstance(mutated, ParamAOTInput):
         raise ExportError(
             f"forward() changes parameter {mutated.target.removeprefix('model.')!r} in place: change parameters "
@@ -359,18 +362,18 @@ def _marked_modules(step: nn.Module) -> Iterator[None]:
     def enter(part: nn.Module, _: Any) -> None:
         name = names.get(id(part))
         if name is not None:  # else a module of another thread
-            known = fx_traceback.current_meta.get(_STACK)
-            around.append((part, known))
+            outer = fx_traceback.current_meta.get(_STACK)
+            around.append((part, outer))
             kind = f"{type(part).__module__}.{type(part).__qualname__}"
-            fx_traceback.current_meta[_STACK] = {**(known or {}), name: (name, kind)}
+            fx_traceback.current_meta[_STACK] = {**(outer or {}), name: (name, kind)}
 
     def leave(part: nn.Module, *_: Any) -> None:
         if around and around[-1][0] is part:
-            known = around.pop()[1]
-            if known is None:
+            outer = around.pop()[1]
+            if outer is None:
                 fx_traceback.current_meta.pop(_STACK, None)
             else:
-                fx_traceback.current_meta[_STACK] = known
+                fx_traceback.current_meta[_STACK] = outer
 
     with contextlib.ExitStack() as stack:
         stack.callback(register_module_forward_pre_hook(enter).remove)

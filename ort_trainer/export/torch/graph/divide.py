@@ -1,6 +1,11 @@
 """Divides the joint graph of a call into the graph of the forward pass and that of the backward pass.
 
-The backward pass takes what it reads of the forward pass, except what ``recompute.py`` lets it compute again.
+The backward pass takes the forward values that it reads, except for those that ``recompute.py`` lets it recompute::
+
+    inputs ---> forward ---> results
+       |           | saved
+       v           v
+    tangents -> backward --> gradients
 """
 
 from __future__ import annotations
@@ -14,7 +19,7 @@ import torch
 from ..fx.symbols import number_of_elements
 from ..fx.values import base_of, is_tensor
 
-__all__ = ["Divided", "Part", "depends_on", "divide", "needed_for", "part_of", "without"]
+__all__ = ["Divided", "Part", "depends_on", "divide", "needed_for", "part_of", "reached_from", "without"]
 
 aten = torch.ops.aten
 Node = torch.fx.Node
@@ -69,6 +74,7 @@ def divide(
     graph = joint.graph
     inputs = graph.find_nodes(op="placeholder")
     within = needed_for(of_forward)
+    # The backward pass may read another item of an operator with several results, such as a layer norm's mean.
     within |= {user for node in within for user in node.users if user.target is operator.getitem}
     within -= set(again)
     later = needed_for(of_backward, within)
@@ -79,45 +85,52 @@ def divide(
     later = needed_for(of_backward, saved, sizes)
     taken = [node for node in inputs if node in later]
     tangents = [node for node in taken if "tangents" in str(node.target)]
-    backward = part_of(graph, later, [*taken, *saved], of_backward, _users_of(tangents))
-    own = [node for node in saved if node not in of_forward]
-    within = needed_for([*of_forward, *own], (), sizes)
-    return Divided(part_of(graph, within, inputs, [*of_forward, *own]), [node.name for node in own], backward)
+    # Gradients keep their order. Views and recomputed values come where one needs them, so that they don't live longer.
+    backward = part_of(graph, later, [*taken, *saved], of_backward, reached_from(tangents))
+    extra = [node for node in saved if node not in of_forward]
+    within = needed_for([*of_forward, *extra], (), sizes)
+    return Divided(part_of(graph, within, inputs, [*of_forward, *extra]), [node.name for node in extra], backward)
 
 
 def needed_for(results: Iterable[Node], but: Collection[Node] = (), sizes: bool = False) -> set[Node]:
-    """Returns results and what they are computed from, without ``but``, and without sizes unless asked for."""
-    found: set[Node] = set()
+    """Returns the given results and everything that they are computed from.
+
+    Args:
+        results: The results.
+        but: Nodes to stop at; they are not returned.
+        sizes: Whether to include nodes that compute symbolic sizes.
+    """
+    needed: set[Node] = set()
     waiting = list(results)
     while waiting:
         node = waiting.pop()
         value = node.meta.get("val")
-        if node not in found and node not in but and (sizes or isinstance(value, (torch.Tensor, tuple, list))):
-            found.add(node)
+        if node not in needed and node not in but and (sizes or isinstance(value, (torch.Tensor, tuple, list))):
+            needed.add(node)
             waiting += node.all_input_nodes
-    return found
+    return needed
 
 
-def _bases(saved: Sequence[Node], known: Collection[Node]) -> list[Node]:
-    """Replaces views among saved values by what they are views of, where that takes no more memory.
+def _bases(saved: Sequence[Node], in_memory: Collection[Node]) -> list[Node]:
+    """Replaces views among saved values by their bases, where that takes no more memory.
 
     A view would be copied if its memory is that of an input or of another result. Inputs themselves are left out.
 
     Args:
         saved: The values.
-        known: What is in memory anyway.
+        in_memory: What is in memory anyway.
     """
     elements: dict[Node, int] = {}
     for node in saved:
         elements[base_of(node)] = elements.get(base_of(node), 0) + number_of_elements(node.meta["val"])
-    found: dict[Node, None] = {}
+    bases: dict[Node, None] = {}
     for node in saved:
         base = base_of(node)
-        fits = base in known or base in saved
+        fits = base in in_memory or base in saved
         if is_tensor(base) and (fits or elements[base] >= number_of_elements(base.meta["val"])):
             node = base
-        found[node] = None
-    return [node for node in found if node.op != "placeholder"]
+        bases[node] = None
+    return [node for node in bases if node.op != "placeholder"]
 
 
 def part_of(
@@ -138,49 +151,49 @@ def part_of(
             all keep their order.
     """
     graph = torch.fx.Graph()
-    made: dict[Node, Node] = {}
+    copies: dict[Node, Node] = {}
     order = [node for node in joint.nodes if node in nodes]
     sizes = dict.fromkeys(source for node in order for source in node.all_input_nodes if source not in nodes)
     for node in dict.fromkeys([*inputs, *sizes]):
-        made[node] = graph.placeholder(node.name)
-        made[node].meta.update(node.meta)
+        copies[node] = graph.placeholder(node.name)
+        copies[node].meta.update(node.meta)
     if first:
         order = [node for node in order if node in first] + [node for node in results if node in nodes]
     for node in order:
         waiting = [node]
         while waiting:
-            missing = [] if waiting[-1] in made else [n for n in waiting[-1].all_input_nodes if n not in made]
+            missing = [] if waiting[-1] in copies else [n for n in waiting[-1].all_input_nodes if n not in copies]
             if missing:
                 waiting += missing
                 continue
             current = waiting.pop()
-            if current not in made:
-                made[current] = graph.node_copy(current, made.__getitem__)
-    returned = [made[node] for node in results]
+            if current not in copies:
+                copies[current] = graph.node_copy(current, copies.__getitem__)
+    returned = [copies[node] for node in results]
     graph.output(tuple(returned))
-    return Part(torch.fx.GraphModule({}, graph), {node.name: made[node] for node in inputs}, [*returned])
+    return Part(torch.fx.GraphModule({}, graph), {node.name: copies[node] for node in inputs}, [*returned])
 
 
-def _users_of(nodes: Iterable[Node]) -> set[Node]:
-    """Returns nodes and what is computed from them."""
-    found: set[Node] = set()
+def reached_from(nodes: Iterable[Node]) -> set[Node]:
+    """Returns nodes and everything that is computed from them."""
+    reached: set[Node] = set()
     waiting = list(nodes)
     while waiting:
         node = waiting.pop()
-        if node not in found:
-            found.add(node)
+        if node not in reached:
+            reached.add(node)
             waiting += node.users
-    return found
+    return reached
 
 
 def depends_on(part: Part, tangents: Collection[Node]) -> dict[Node, set[Node]]:
     """Returns which tangents each node of a backward pass depends on."""
-    found: dict[Node, set[Node]] = {}
+    dependencies: dict[Node, set[Node]] = {}
     for node in part.module.graph.nodes:
-        found[node] = {node} if node in tangents else set()
+        dependencies[node] = {node} if node in tangents else set()
         for source in node.all_input_nodes:
-            found[node] |= found[source]
-    return found
+            dependencies[node] |= dependencies[source]
+    return dependencies
 
 
 def without(part: Part, tangents: Collection[Node], absent: Collection[Node]) -> None:
@@ -230,6 +243,6 @@ def _zeros(before: Node, like: torch.Tensor) -> Node:
         else:
             shape.append(size)
     with graph.inserting_before(before):
-        made = graph.call_function(aten.full.default, (shape, 0), {"dtype": like.dtype})
-    made.meta["val"] = like
-    return made
+        zeros = graph.call_function(aten.full.default, (shape, 0), {"dtype": like.dtype})
+    zeros.meta["val"] = like
+    return zeros

@@ -1,4 +1,4 @@
-"""Differentiates equal layers once, instead of each of them: AOTAutograd is the longest station of an export.
+"""Differentiates one of several equal layers and copies its joint graph: AOTAutograd is an export's longest station.
 
 Before AOTAutograd sees a captured program, each of several equal layers becomes one operator. Afterwards, this operator
 and that of its gradient become copies of the joint graph of one layer::
@@ -7,7 +7,7 @@ and that of its gradient become copies of the joint graph of one layer::
 
 A layer is what the modules of one entry of a list compute (``encoder.layer.0``). Layers are equal if they have the same
 operators with the same arguments, on inputs of the same shapes, strides and dtypes that require grad alike. A gradient
-to which several layers add is summed layer by layer, so it may be rounded otherwise than in PyTorch.
+to which several layers add is summed layer by layer, so its rounding may differ from PyTorch's.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ Differentiate = Callable[[torch.nn.Module, Sequence[torch.Tensor]], torch.fx.Gra
 
 _STACK, _FORWARD_STACK = "nn_module_stack", "fwd_nn_module_stack"
 _ENTRY = re.compile(r".*\.\d+")
-# They change buffers, although their signatures don't say so.
+# Parts of the names of operators that change buffers, although their signatures don't say so.
 _CHANGE_BUFFERS = ("batch_norm", "instance_norm")
-# Layers of fewer operators are not worth it.
+# Layers of fewer operators are not worth folding.
 _ENOUGH = 8
 
 
@@ -46,7 +46,7 @@ class _Layer:
         path: The path of its module.
         nodes: Its operators, in order.
         inputs: The tensors that it takes.
-        results: Those of its operators that others take.
+        results: The operators whose values are used outside of the layer.
     """
 
     path: str
@@ -62,10 +62,10 @@ class _Kind:
     Attributes:
         path: The path of the first layer.
         results: Fake tensors like its results.
-        trained: Places of the inputs that require grad.
+        trained: Positions of the inputs that require grad.
         inputs, gradients: Placeholders of the joint graph, in the order of the inputs and results.
         forward, backward: Its operators, in order.
-        outputs, input_gradients: What it returns: its results, and the gradients of trained inputs, by their places.
+        outputs, input_gradients: What it returns: its results, and the gradients of trained inputs, by their positions.
     """
 
     path: str
@@ -79,10 +79,12 @@ class _Kind:
     input_gradients: dict[int, Node] = field(default_factory=dict)
 
 
-_kinds: list[_Kind] = []  # of the export that is running; exports wait for each other
+# Of the export that is running. A global, as operators take only numbers and strings; BORROWED keeps exports apart.
+_kinds: list[_Kind] = []
 
 
 def _like(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Returns new tensors of the same sizes, strides and dtypes."""
     return [torch.empty_strided(value.shape, value.stride(), dtype=value.dtype) for value in values]
 
 
@@ -114,8 +116,8 @@ class _AsOne(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
         values, trained = ctx.saved_tensors, _kinds[ctx.kind].trained
-        found = dict(zip(trained, _backward(values, gradients, ctx.kind, ctx.path), strict=True))
-        return None, None, *map(found.get, range(len(values)))
+        by_place = dict(zip(trained, _backward(values, gradients, ctx.kind, ctx.path), strict=True))
+        return None, None, *map(by_place.get, range(len(values)))
 
 
 class EqualLayers:
@@ -130,15 +132,15 @@ class EqualLayers:
         _kinds.clear()
         self._program, self._differentiate = program, differentiate
         self._trained = _requiring_grad(program)
-        self._now: dict[Node, Node] = {}  # result of a folded layer -> what it has become
+        self._now: dict[Node, Node] = {}  # result of a folded layer -> the node that replaces it
         alike: dict[str, list[_Layer]] = {}
         for path, nodes in _entries_of_lists(program.graph):
             layer = self._layer(path, nodes)
             if layer is not None:
                 alike.setdefault(self._signature(layer), []).append(layer)
         several = [layers for layers in alike.values() if len(layers) > 1]
-        found = [(layers, kind) for layers in several if (kind := self._kind(layers[0])) is not None]
-        for number, (layers, kind) in enumerate(found):
+        foldable = [(layers, kind) for layers in several if (kind := self._kind(layers[0])) is not None]
+        for number, (layers, kind) in enumerate(foldable):
             _kinds.append(kind)
             for layer in layers:
                 self._fold(layer, number)
@@ -150,6 +152,7 @@ class EqualLayers:
         within = set(nodes)
         inputs = dict.fromkeys(source for node in nodes for source in _sources(node) if source not in within)
         results = [node for node in nodes if not within.issuperset(_readers(node))]
+        # The results of an operator must not share memory with its inputs, nor with each other.
         bases = {base_of(node) for node in results}
         fine = (
             len(nodes) >= _ENOUGH
@@ -177,39 +180,41 @@ class EqualLayers:
         return "\n".join([*lines, *(names[node] for node in layer.results)])
 
     def _kind(self, layer: _Layer) -> _Kind | None:
-        """Returns the kind of a layer, after differentiating it.
+        """Differentiates a layer and returns its kind.
 
-        None if an input has no gradient, or a result is in another order in memory than in the captured program.
+        None if an input has no gradient, the joint graph has constants, or a result has other strides than in the
+        captured program.
         """
         values = _like([node.meta["val"] for node in layer.inputs])
         for node, value in zip(layer.inputs, values, strict=True):
             value.requires_grad_(node in self._trained)
         trained = [place for place, value in enumerate(values) if value.requires_grad]
-        found = _Kind(layer.path, [node.meta["val"] for node in layer.results], trained)
+        kind = _Kind(layer.path, [node.meta["val"] for node in layer.results], trained)
         joint = self._differentiate(_module_of(layer), values)
         for node in joint.graph.nodes:
-            what = node.meta.get("desc")
+            what = node.meta.get("desc")  # AOTAutograd's descriptor: of an input, or of the gradient of an output
             if node.op == "placeholder":
                 of_result = getattr(what, "output", None)
-                (found.inputs if of_result is None else found.gradients)[(of_result or what).idx] = node
+                (kind.inputs if of_result is None else kind.gradients)[(of_result or what).idx] = node
             elif node.op == "call_function":
                 backward = node.meta.get("partitioner_tag") == "is_backward"
-                (found.backward if backward else found.forward).append(node)
+                (kind.backward if backward else kind.forward).append(node)
             elif node.op == "get_attr":
                 return None
         (end,) = joint.graph.find_nodes(op="output")
         for what, node in zip(end.meta["desc"], end.args[0], strict=True):
             of_input = getattr(what, "grad_of", None)
             if isinstance(node, Node):
-                (found.outputs if of_input is None else found.input_gradients)[(of_input or what).idx] = node
-        results = [node.meta["val"] for _, node in sorted(found.outputs.items())]
-        alike = str([each.stride() for each in results]) == str([each.stride() for each in found.results])
-        return found if alike and len(found.input_gradients) == len(trained) else None
+                (kind.outputs if of_input is None else kind.input_gradients)[(of_input or what).idx] = node
+        results = [node.meta["val"] for _, node in sorted(kind.outputs.items())]
+        alike = str([each.stride() for each in results]) == str([each.stride() for each in kind.results])
+        return kind if alike and len(kind.input_gradients) == len(trained) else None
 
     def _fold(self, layer: _Layer, number: int) -> None:
         """Replaces a layer by one operator."""
         graph, within = self._program.graph, set(layer.nodes)
         first, last = layer.nodes[0], layer.nodes[-1]
+        # With the computation of sizes, which is not a part of the layer; later operators may need these sizes.
         between = list(itertools.takewhile(lambda node: node is not last.next, _from(first)))
 
         def apply(*values: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -230,23 +235,24 @@ class EqualLayers:
                 graph.erase_node(node)
 
     def unfold(self, joint: torch.fx.GraphModule) -> None:
-        """Puts copies of the layers' joint graphs in the place of their operators in the program's."""
+        """Replaces the operators of layers in the program's joint graph by copies of the layers' joint graphs."""
+        # By layer, as the backward part reads what the forward part has computed.
         copies: dict[str, dict[Node, Node]] = {}
-        sizes: dict[Any, Node] = {}
+        sizes: dict[Any, Node] = {}  # expression -> the first node that computes it, for all copies
         for node in list(joint.graph.nodes):
             if _is_size(node):
                 sizes.setdefault(node.meta["val"].node.expr, node)
             if node.target not in (_forward, _backward):
                 continue
-            *given, number, path = node.args
-            kind, (*_, values) = _kinds[number], given
+            *tensors, number, path = node.args
+            kind, (*_, values) = _kinds[number], tensors
             copied = copies.setdefault(path, {})
             backward = node.target is _backward
             copied |= {place: values[at] for at, place in (kind.gradients if backward else kind.inputs).items()}
             with joint.graph.inserting_before(node):
                 for part in kind.backward if backward else kind.forward:
-                    if _is_size(part) and (known := sizes.get(part.meta["val"].node.expr)) is not None:
-                        copied[part] = known
+                    if _is_size(part) and (size := sizes.get(part.meta["val"].node.expr)) is not None:
+                        copied[part] = size
                         continue
                     copied[part] = joint.graph.node_copy(part, copied.__getitem__)
                     if _is_size(part):
@@ -262,11 +268,12 @@ class EqualLayers:
 
 
 def _moved(meta: Mapping[str, Any], old: str, new: str) -> dict[str, Any]:
-    """Returns what says in which modules and which run of an operator of the forward pass a copied operator is.
+    """Returns the metadata of an operator that is copied from one layer to another: its modules and sequence number.
 
-    Keys of modules, and numbers of operators, are other ones in each layer.
+    ``seq_nr`` connects an operator of the forward pass with its gradient's. It differs between layers, as do the keys
+    of modules.
     """
-    found: dict[str, Any] = {"seq_nr": f"{new} {meta['seq_nr']}"} if "seq_nr" in meta else {}
+    moved: dict[str, Any] = {"seq_nr": f"{new} {meta['seq_nr']}"} if "seq_nr" in meta else {}
     for stack in (_STACK, _FORWARD_STACK):
         modules: dict[str, tuple[str, Any]] = {}
         for key, (path, kind) in (meta.get(stack) or {}).items():
@@ -275,20 +282,21 @@ def _moved(meta: Mapping[str, Any], old: str, new: str) -> dict[str, Any]:
             else:
                 modules[key] = path, kind
         if modules:
-            found[stack] = modules
-    return found
+            moved[stack] = modules
+    return moved
 
 
 def _from(node: Node) -> Iterator[Node]:
+    """Yields a node and all that follow it in the graph."""
     while True:
         yield node
         node = node.next
 
 
 def _entries_of_lists(graph: torch.fx.Graph) -> list[tuple[str, list[Node]]]:
-    """Returns the paths of modules in lists, outside of others, with the operators that each runs in a row.
+    """Returns the outermost modules that are entries of lists, by path, with the operators that each runs in a row.
 
-    A module that runs several times is left out.
+    Modules that run several times are left out.
     """
     operators = [node for node in graph.nodes if node.op == "call_function" and tensors_of(node)]
     runs = [(path, list(nodes)) for path, nodes in itertools.groupby(operators, _entry)]
@@ -297,6 +305,7 @@ def _entries_of_lists(graph: torch.fx.Graph) -> list[tuple[str, list[Node]]]:
 
 
 def _entry(node: Node) -> str:
+    """Returns the path of the outermost list entry that an operator belongs to; "" if there is none."""
     paths = (path for path, _ in (node.meta.get(_STACK) or {}).values())
     return next(filter(_ENTRY.fullmatch, paths), "")
 
@@ -306,7 +315,7 @@ def _is_size(node: Node) -> bool:
 
 
 def _beyond_sizes(node: Node, neighbours: Callable[[Node], Iterable[Node]]) -> Iterator[Node]:
-    """Yields neighbours of an operator; instead of symbolic sizes, what they are of, or what takes them."""
+    """Yields neighbours of an operator; for a symbolic size, the tensors it comes from, or the operators it goes to."""
     for other in neighbours(node):
         if _is_size(other):
             yield from _beyond_sizes(other, neighbours)
@@ -325,14 +334,14 @@ def _only_computes(node: Node) -> bool:
     if isinstance(node.target, torch._ops.HigherOrderOperator):
         return False
     if not isinstance(node.target, torch._ops.OpOverload) or node.target is torch.ops.aten.detach_.default:
-        return True  # what is detached in place here are constants
+        return True  # torch.export detaches constants in place
     name = node.target.overloadpacket.__name__
     return not node.target._schema.is_mutable and not any(part in name for part in _CHANGE_BUFFERS)
 
 
 def _requiring_grad(program: torch.fx.GraphModule) -> set[Node]:
     """Returns the nodes whose values require grad."""
-    found: set[Node] = set()
+    requiring: set[Node] = set()
     for node in program.graph.nodes:
         if node.op == "get_attr":
             value = operator.attrgetter(node.target)(program)
@@ -341,26 +350,26 @@ def _requiring_grad(program: torch.fx.GraphModule) -> set[Node]:
             requires = is_tensor(node) and node.meta["val"].requires_grad
         else:
             floating = any(value.is_floating_point() for value in tensors_of(node))
-            requires = floating and "detach" not in str(node.target) and not found.isdisjoint(node.all_input_nodes)
+            requires = floating and "detach" not in str(node.target) and not requiring.isdisjoint(node.all_input_nodes)
         if requires:
-            found.add(node)
-    return found
+            requiring.add(node)
+    return requiring
 
 
 def _module_of(layer: _Layer) -> torch.fx.GraphModule:
     """Returns a layer as a function of its inputs."""
     graph = torch.fx.Graph()
-    known: dict[Node, Node] = {}
+    copies: dict[Node, Node] = {}
     for number, node in enumerate(layer.inputs):
-        known[node] = graph.placeholder(f"value_{number}")
-        known[node].meta["val"] = node.meta["val"]
+        copies[node] = graph.placeholder(f"value_{number}")
+        copies[node].meta["val"] = node.meta["val"]
 
     def copied(node: Node) -> Node:
-        if node not in known:  # a size
-            known[node] = graph.node_copy(node, copied)
-        return known[node]
+        if node not in copies:  # a size
+            copies[node] = graph.node_copy(node, copied)
+        return copies[node]
 
     for node in layer.nodes:
-        known[node] = graph.node_copy(node, copied)
-    graph.output(tuple(known[node] for node in layer.results))
+        copies[node] = graph.node_copy(node, copied)
+    graph.output(tuple(copies[node] for node in layer.results))
     return torch.fx.GraphModule(torch.nn.Module(), graph)

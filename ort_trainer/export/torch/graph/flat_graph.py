@@ -66,17 +66,18 @@ class FlatGraph:
 
     @contextlib.contextmanager
     def following(self) -> Iterator[None]:
-        """Makes the results those nodes that replace them while the context is active."""
+        """Updates outputs, gradients and other results where the context replaces their nodes."""
+        # The graph's output node follows replacements, so it lists all results for the time of the context.
         (end,) = self.module.graph.find_nodes(op="output")
         several = (self.gradients, self.input_gradients, self.buffer_updates, self.input_updates)
         end.args = ((*self.outputs, *self.conditions, *(node for part in several for node in part.values())),)
         yield
-        found = iter(end.args[0])
-        self.outputs[:] = itertools.islice(found, len(self.outputs))
-        self.conditions[:] = itertools.islice(found, len(self.conditions))
+        results = iter(end.args[0])
+        self.outputs[:] = itertools.islice(results, len(self.outputs))
+        self.conditions[:] = itertools.islice(results, len(self.conditions))
         for part in several:
             for key in part:
-                part[key] = next(found)  # type: ignore[index]
+                part[key] = next(results)  # type: ignore[index]
 
     def read_sizes_from_batch(self) -> None:
         """Makes the graph read symbolic sizes from batch inputs: reading from an activation would keep it alive."""
@@ -87,7 +88,7 @@ class FlatGraph:
             node.args = places.get(size, node.args)
 
     def read_sizes_from_needed_inputs(self, outputs: Iterable[torch.fx.Node]) -> None:
-        """Makes the graph read a size that several inputs have from one whose values are needed wherever the size is.
+        """Reads a size that several inputs have from one whose values all readers of the size need anyway.
 
         PyTorch may read it from any of them, such as the label, which inference would have to feed only for its size.
 
@@ -109,7 +110,7 @@ class FlatGraph:
     def read_no_strides(self) -> None:
         """Computes strides and offsets of tensors, which ONNX lacks, from the sizes of batch inputs.
 
-        AOTAutograd reads a size from a stride where both are the same expression: in ``x.reshape(b, -1)``.
+        AOTAutograd reads a size from a stride where both are the same expression, as in ``x.reshape(b, -1)``.
         """
         places = {size: (node, axis) for size, node, axis in reversed([*_sizes_of(self.batch)])}
         graph = self.module.graph
@@ -119,7 +120,7 @@ class FlatGraph:
                 expression = node.meta["val"].node.expr
                 if not expression.free_symbols <= set(places):
                     continue
-                last = start.prev
+                last = start.prev  # sympy_interp inserts several nodes behind it, which get their sizes below
                 with graph.inserting_before(start):
                     sizes = {
                         symbol: torch.fx.Proxy(graph.call_function(aten.sym_size.int, places[symbol]))
@@ -127,11 +128,12 @@ class FlatGraph:
                     }
                     value = sympy_interp(PythonReferenceAnalysis, sizes, expression).node
                 while (last := last.next) is not start:
-                    last.meta["val"] = last.target(*torch.fx.map_arg(last.args, lambda made: made.meta["val"]))
+                    last.meta["val"] = last.target(*torch.fx.map_arg(last.args, lambda source: source.meta["val"]))
                 node.replace_all_uses_with(value)
                 graph.erase_node(node)
 
     def _reads(self) -> Iterator[tuple[sympy.Expr, torch.fx.Node]]:
+        """Yields the nodes that read symbolic sizes from tensors, each with the size."""
         for node in self.module.graph.find_nodes(op="call_function", target=aten.sym_size.int):
             size = node.meta["val"]
             if isinstance(size, torch.SymInt):
@@ -151,6 +153,7 @@ def _with_values_in(output: torch.fx.Node) -> set[torch.fx.Node]:
 
 
 def _sizes_of(nodes: Iterable[torch.fx.Node]) -> Iterator[tuple[sympy.Expr, torch.fx.Node, int]]:
+    """Yields the symbolic sizes of nodes, each with the node and the axis that have it."""
     for node in nodes:
         for axis, size in enumerate(node.meta["val"].shape):
             if isinstance(size, torch.SymInt):

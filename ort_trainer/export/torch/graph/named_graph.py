@@ -54,12 +54,12 @@ def sizes_of(batch: Iterable[tuple[Node, Sequence[int | str]]]) -> Sizes:
     Args:
         batch: Inputs with their described shapes.
     """
-    found: dict[str, tuple[Node, int]] = {}
+    places: dict[str, tuple[Node, int]] = {}
     for node, shape in batch:
         for axis, size in enumerate(shape):
             if isinstance(size, str):
-                found.setdefault(size, (node, axis))
-    return found
+                places.setdefault(size, (node, axis))
+    return places
 
 
 def add_sizes(graph: torch.fx.Graph, sizes: Mapping[str, int | torch.SymInt]) -> tuple[Node, Sizes]:

@@ -46,7 +46,7 @@ _library.impl("after", lambda value, others: value.clone(), "CompositeExplicitAu
 AFTER: Any = torch.ops.ort_trainer.after.default
 """Returns a tensor unchanged, but only after others have been computed."""
 
-aten, own = torch.ops.aten, torch.ops.ort_trainer
+aten, ort_ops = torch.ops.aten, torch.ops.ort_trainer
 Node = torch.fx.Node
 
 # These pass elements on unchanged; they occur between a softmax, its dropout and the product with the values.
@@ -67,56 +67,54 @@ _PASSED = frozenset(
 )
 _GELU = ("aten.gelu.default", "aten.gelu_backward.default")
 _SOFTMAX = (aten._softmax.default, aten._safe_softmax.default, aten._log_softmax.default)
-# Masks and noises, of 1 byte or as they are: kept, as drawing them again takes long.
-_DRAWN = (own.noise.default, own.noise.rate, own.draw_mask.default, own.draw_mask.rate)
-_DROPOUTS = (aten.mul.Tensor, own.apply_mask.default, own.apply_mask.rate)
+# Masks of dropout, packed or of 1 byte, and noises: they are kept, as drawing them again takes long.
+_DRAWN = (ort_ops.noise.default, ort_ops.noise.rate, ort_ops.draw_mask.default, ort_ops.draw_mask.rate)
+_DROPOUTS = (aten.mul.Tensor, ort_ops.apply_mask.default, ort_ops.apply_mask.rate)
 # The layer and the rest of the name of a weight in a submodule of a layer; the first number in it is the layer's.
 _WEIGHT_OF_LAYER = re.compile(r"((?:[^.\d][^.]*\.)*\d+)\.([^.]+\..+)")
 _NORMS = frozenset({aten.native_layer_norm.default, aten.rsqrt.default})
 
 
-def asks_for_recomputation(options: RecomputeOptions, found: FlatGraph) -> bool:
+def asks_for_recomputation(options: RecomputeOptions, flat: FlatGraph) -> bool:
     """Returns whether :func:`apply_recompute` has anything to do."""
-    marked = any(CHECKPOINT in (node.meta.get("custom") or {}) for node in found.module.graph.nodes)
+    marked = any(CHECKPOINT in (node.meta.get("custom") or {}) for node in flat.module.graph.nodes)
     return marked or options != RecomputeOptions()
 
 
 def apply_recompute(
     options: RecomputeOptions,
-    found: FlatGraph,
+    flat: FlatGraph,
     random: Mapping[Node, RandomInput],
     model: nn.Module,
     keeps_order: bool,
 ) -> None:
-    """Makes the backward pass of a joint graph recompute what the options name and what the model checkpoints.
-
-    The model does so with ``torch.utils.checkpoint``.
+    """Makes the backward pass recompute what the options name, and what the model runs in ``torch.utils.checkpoint``.
 
     Args:
         options: The options.
-        found: The captured graph, which is modified.
+        flat: The captured graph, which is modified.
         random: Placeholders of random numbers.
         model: The user's model, from which layers are found.
-        keeps_order: Whether the graph will be run in its order.
+        keeps_order: Whether operators will run in the order of the graph.
 
     Raises:
         ExportError: If an option names something that the model does not have.
     """
-    graph = _JointGraph(found, random)
+    graph = _JointGraph(flat, random)
     regions = _regions(options, graph, random, model)
     if regions or options.cheap:
-        found.read_sizes_from_batch()
+        flat.read_sizes_from_batch()
     copies = _recompute_regions(graph, regions, keeps_order)
     if options.cheap:
-        graph = _JointGraph(found, random, copies)
+        graph = _JointGraph(flat, random, copies)
         _recompute_regions(graph, _cheap_regions(graph), keeps_order)
 
 
 def values_to_recompute(
-    options: RecomputeOptions, found: FlatGraph, random: Mapping[Node, RandomInput], model: nn.Module
+    options: RecomputeOptions, flat: FlatGraph, random: Mapping[Node, RandomInput], model: nn.Module
 ) -> set[Node]:
     """Returns the forward values that a separate backward pass computes again; see :func:`apply_recompute`."""
-    graph = _JointGraph(found, random)
+    graph = _JointGraph(flat, random)
     regions = _regions(options, graph, random, model) + (_cheap_regions(graph) if options.cheap else [])
     return set().union(*(_inside(graph, region) for region in regions))
 
@@ -173,28 +171,28 @@ class _JointGraph:
     """A joint graph, divided into the nodes that run in the backward pass (``backward``) and the others.
 
     Args:
-        found: The graph.
+        flat: The graph.
         random: Placeholders of random numbers.
         copies: What the backward pass computes again; all else in it depends on tangents.
     """
 
-    def __init__(self, found: FlatGraph, random: Collection[Node], copies: Iterable[Node] = ()) -> None:
-        self.graph = found.module.graph
+    def __init__(self, flat: FlatGraph, random: Collection[Node], copies: Iterable[Node] = ()) -> None:
+        self.graph = flat.module.graph
         self.position = {node: number for number, node in enumerate(self.graph.nodes)}
-        self.backward = {*found.tangents, *copies}
+        self.backward = {*flat.tangents, *copies}
         for node in self.graph.nodes:
             if any(source in self.backward for source in node.all_input_nodes):
                 self.backward.add(node)
         (end,) = self.graph.find_nodes(op="output")
         self.backward.discard(end)
-        updates = (*found.buffer_updates.values(), *found.input_updates.values())
-        self.forward = _ancestors([*found.outputs, *found.conditions, *updates])
-        self.results = {*found.gradients.values()}
+        updates = (*flat.buffer_updates.values(), *flat.input_updates.values())
+        self.forward = _ancestors([*flat.outputs, *flat.conditions, *updates])
+        self.results = {*flat.gradients.values()}
         drawn = (self.graph.find_nodes(op="call_function", target=operator) for operator in _DRAWN)
         self.random = frozenset(random).union(*drawn)
-        self.state = found.state
+        self.state = flat.state
         # Always in memory: reading them again keeps nothing alive.
-        self.free = {*found.state, *found.constants, *self.random}
+        self.free = {*flat.state, *flat.constants, *self.random}
         self.candidates = [
             n
             for n in self.position
@@ -213,20 +211,21 @@ def _has_tensors(node: Node) -> bool:
 
 def _ancestors(nodes: Iterable[Node], within: Collection[Node] | None = None) -> set[Node]:
     """Returns some nodes and everything that they are computed from, within a set."""
-    found: set[Node] = set()
+    ancestors: set[Node] = set()
     todo = list(nodes)
     while todo:
         node = todo.pop()
-        if node not in found and (within is None or node in within):
-            found.add(node)
+        if node not in ancestors and (within is None or node in within):
+            ancestors.add(node)
             todo += node.all_input_nodes
-    return found
+    return ancestors
 
 
 def _inside(graph: _JointGraph, region: _Region) -> set[Node]:
     """Returns the nodes of a region that are recomputed."""
     if not region.keep_results:
         return region.nodes
+    # What the forward pass reads outside of the region is kept: it is the next layer's input.
     outside = graph.forward - region.nodes
     return {n for n in region.nodes if not any(user in outside and _has_tensors(user) for user in n.users)}
 
@@ -234,7 +233,7 @@ def _inside(graph: _JointGraph, region: _Region) -> set[Node]:
 def _recompute_regions(graph: _JointGraph, regions: list[_Region], keeps_order: bool) -> list[Node]:
     """Copies every region to where the backward pass reads it first; returns the copies."""
     jobs = []
-    made: list[Node] = []
+    all_copies: list[Node] = []
     for region in regions:
         inside = _inside(graph, region)
         values = graph.read_by_backward(inside)
@@ -246,15 +245,16 @@ def _recompute_regions(graph: _JointGraph, regions: list[_Region], keeps_order: 
     for start, inside, values, readers in sorted(jobs, key=lambda job: job[0]):
         first = order[start]
         awaited = [node for node in order[:start] if node in graph.backward and _alive(graph, node, start)]
+        # Each gradient is waited for by the first region behind it; later regions wait for newer gradients.
         awaited = [node for node in awaited if node not in waited or node in first.all_input_nodes]
         waited |= {*awaited}
         if awaited:  # otherwise the backward pass begins here, and nothing is kept for long
             copies = _copy(graph, inside, values, [] if keeps_order else awaited, first)
-            made += copies.values()
+            all_copies += copies.values()
             for reader in readers:
                 for value in values & {*reader.all_input_nodes}:
                     reader.replace_input_with(value, copies[value])
-    return made
+    return all_copies
 
 
 def _alive(graph: _JointGraph, node: Node, start: int) -> bool:
@@ -290,8 +290,8 @@ def _copy(
 
     with graph.graph.inserting_before(before):
         for node in sorted(needed, key=graph.position.__getitem__):
-            for given in node.all_input_nodes:
-                source(given)
+            for operand in node.all_input_nodes:
+                source(operand)
             copies[node] = graph.graph.node_copy(node, source)
     return copies
 
@@ -355,7 +355,7 @@ def _layers_by_weights(graph: _JointGraph) -> dict[Node, str]:
         if match := _WEIGHT_OF_LAYER.fullmatch(name):
             weights_of.setdefault(match[1], set()).add(match[2])
     alike = Counter((layer.rpartition(".")[0], frozenset(weights)) for layer, weights in weights_of.items())
-    layers = {name for name, own in weights_of.items() if alike[name.rpartition(".")[0], frozenset(own)] > 1}
+    layers = {name for name, weights in weights_of.items() if alike[name.rpartition(".")[0], frozenset(weights)] > 1}
     layer_of: dict[Node, str] = {}
     current = ""
     begun: set[str] = set()
@@ -378,24 +378,25 @@ def _layers_by_weights(graph: _JointGraph) -> dict[Node, str]:
 def _attention_dropouts(graph: _JointGraph, random: Mapping[Node, RandomInput]) -> dict[Node, Node]:
     """Returns the dropouts of softmax results and the nodes that pass them on, each with its dropout."""
     masks = {node for node in graph.random if node not in random or random[node].kind in ("bernoulli", "mask")}
-    found: dict[Node, Node] = {}
+    dropouts: dict[Node, Node] = {}
     for node in graph.candidates:
         if node.target in _DROPOUTS and node in graph.forward:
-            given = [source for source in node.all_input_nodes if source not in graph.free]
-            if len(given) == 1 and masks & {*node.all_input_nodes} and _is_softmax(given[0]):
-                found[node] = node
-        elif node.target in _PASSED and node.all_input_nodes[0] in found:
-            found[node] = found[node.all_input_nodes[0]]
-    if not found:
+            operands = [source for source in node.all_input_nodes if source not in graph.free]
+            if len(operands) == 1 and masks & {*node.all_input_nodes} and _is_softmax(operands[0]):
+                dropouts[node] = node
+        elif node.target in _PASSED and node.all_input_nodes[0] in dropouts:
+            dropouts[node] = dropouts[node.all_input_nodes[0]]
+    if not dropouts:
         raise IdleOptionError(
             "graph_transformer.attn_dropout_recompute",
             "the training graph has no dropout on the result of a softmax "
             "(dropout with p=0 does not count): leave the option out",
         )
-    return found
+    return dropouts
 
 
 def _is_softmax(node: Node) -> bool:
+    """Returns whether a value is the result of a softmax, through operators that pass elements on."""
     while node.target in _PASSED or node.target is aten.where.self:
         # where() is the part of a softmax that handles fully masked rows.
         node = node.args[2 if node.target is aten.where.self else 0]  # type: ignore[assignment]
@@ -408,24 +409,24 @@ def _gelus(graph: _JointGraph) -> dict[Node, Any]:
     Nodes that pass the result on to the next product belong to it, including dropout: gradients need the product's
     input.
     """
-    found: dict[Node, Any] = {}
+    activations: dict[Node, Any] = {}
     for node in graph.candidates:
         modules = [key for key, (_, kind) in _module_stack(node).items() if "gelu" in _class_name(kind).lower()]
         if modules:
-            found[node] = modules[-1]
+            activations[node] = modules[-1]
         elif str(node.meta.get("original_aten")) in _GELU:  # a copy of the operator, so compare names
-            found[node] = node.meta.get("seq_nr")
+            activations[node] = node.meta.get("seq_nr")
         elif node.target in _PASSED or (node.target in _DROPOUTS and graph.random & {*node.all_input_nodes}):
-            source = next((source for source in node.all_input_nodes if source in found), None)
+            source = next((source for source in node.all_input_nodes if source in activations), None)
             if source is not None:
-                found[node] = found[source]
-    if not found:
+                activations[node] = activations[source]
+    if not activations:
         raise IdleOptionError(
             "graph_transformer.gelu_recompute",
             "the training graph has no GELU, neither torch.nn.functional.gelu nor a "
             "module with gelu in the name of its class: leave the option out",
         )
-    return found
+    return activations
 
 
 def _module_stack(node: Node) -> Mapping[str, tuple[str, Any]]:
@@ -437,14 +438,19 @@ def _class_name(kind: Any) -> str:
 
 
 def _within(name: str, path: str) -> bool:
+    """Returns whether a module is another one or a part of it, judging by their paths."""
     return name == path or name.startswith(f"{path}.")
 
 
 def _cheap_regions(graph: _JointGraph) -> list[_Region]:
     """Returns the regions of elementwise operations to recompute; a minimum cut chooses the values to keep.
 
-    Every value is an edge whose capacity is its size in bytes. The flow runs from values that are not elementwise
-    results to the backward pass. The values that the minimum cut passes through are kept.
+    Every value is an edge whose capacity is its size in bytes; the edges of the minimum cut are the values to keep::
+
+        source --(endless)--> [x in --(bytes of x)--> x out] --(endless)--> [y in --(bytes of y)--> y out] --> sink
+        if x is not elementwise                                                   if the backward pass reads y
+
+    ``torch._functorch.partitioners`` chooses in the same way, for graphs that ``torch.compile`` divides.
     """
     flow = networkx.DiGraph()
     endless = math.inf
@@ -454,9 +460,9 @@ def _cheap_regions(graph: _JointGraph) -> list[_Region]:
         flow.add_edge((node, "in"), (node, "out"), capacity=weight)
         if not _is_cheap(node):
             flow.add_edge("source", (node, "in"), capacity=endless)
-        for given in node.all_input_nodes:
-            if _has_tensors(given) and given.op == "call_function":
-                flow.add_edge((given, "out"), (node, "in"), capacity=endless)
+        for operand in node.all_input_nodes:
+            if _has_tensors(operand) and operand.op == "call_function":
+                flow.add_edge((operand, "out"), (node, "in"), capacity=endless)
     read = graph.read_by_backward(graph.candidates)
     for node in read:
         flow.add_edge((node, "out"), "sink", capacity=endless)
@@ -470,6 +476,7 @@ def _cheap_regions(graph: _JointGraph) -> list[_Region]:
 
 
 def _is_cheap(node: Node) -> bool:
+    """Returns whether an operator only passes over the memory once, so that repeating it costs little."""
     if node.target in (*_PASSED, *_NORMS, *_DROPOUTS):
         return True
     if getattr(node.target, "__name__", "") == "getitem":
@@ -484,8 +491,9 @@ def _bytes(node: Node) -> int:
 
 
 def _reads_activations(nodes: set[Node], graph: _JointGraph) -> bool:
-    given = {source for node in nodes for source in node.all_input_nodes} - nodes
-    return any(is_tensor(source) and source not in graph.free for source in given)
+    """Returns whether a region takes anything besides weights, constants and random numbers."""
+    sources = {source for node in nodes for source in node.all_input_nodes} - nodes
+    return any(is_tensor(source) and source not in graph.free for source in sources)
 
 
 def _connected(nodes: set[Node], graph: _JointGraph) -> list[_Region]:
@@ -493,8 +501,8 @@ def _connected(nodes: set[Node], graph: _JointGraph) -> list[_Region]:
     region_of: dict[Node, _Region] = {}
     for node in sorted(nodes, key=graph.position.__getitem__):
         region = region_of[node] = _Region({node})
-        for given in node.all_input_nodes:
-            other = region_of.get(given)
+        for source in node.all_input_nodes:
+            other = region_of.get(source)
             if other is not None and other is not region:
                 region.nodes |= other.nodes
                 region_of.update(dict.fromkeys(other.nodes, region))

@@ -22,7 +22,7 @@ class Condition:
         self._objects: dict[str, Any] = {"MISSING": MISSING, **names}
         self._names: dict[int, str] = {}
         self._of_classes: dict[type, Mapping[str, Any]] = {}
-        # Of each kind of term that there are hundreds of, one call asks for all.
+        # Kinds of terms of which there are hundreds: one call checks all of them.
         self._empty: list[Mapping[str, Any]] = []
         self._typed: dict[int, Any] = {}
 
@@ -43,7 +43,7 @@ class Condition:
         self._terms[term] = None
 
     def has_type(self, value: Any) -> None:
-        """Adds that an object is of the class of which it is now: it can be given another one."""
+        """Adds that an object still has its present class: code may assign another one to ``__class__``."""
         self._typed[id(value)] = value
 
     def has_entries(self, values: Mapping[str, Any]) -> None:
@@ -57,7 +57,7 @@ class Condition:
             self.add(f"{mapping}[{key!r}] is {self.name(value)}")
 
     def function(self) -> Callable[[], bool]:
-        """Returns the condition as a function. What it names may be gone, then it raises an error."""
+        """Returns the condition as a function; it raises an error if a term reads what no longer exists."""
         if self._empty:
             self.add(f"not any({self.name(self._empty)})")
         if self._typed:

@@ -129,7 +129,7 @@ class Guard:
 
 
 class ModelWatch:
-    """Compares the structure of a model with its former one, at every step and therefore cheaply.
+    """Compares the structure of a model with its former one, before every step, and so must be fast.
 
     A graph is fixed to the mode of each module, to which parameters require grad, to the shapes and dtypes of buffers,
     and to the forward hooks. All of this together is a *variant* of the model. A model with other modules or parameters
@@ -143,7 +143,7 @@ class ModelWatch:
             modules are in, even if all are in evaluation mode, and autograd runs the hooks of parameters.
 
     Attributes:
-        may_train: The ``trainable`` as given.
+        may_train: The argument ``trainable``.
         modes: Module -> whether it is in training mode in a training step; None if as ``model.train()`` sets it.
         trainable: Canonical names of the parameters that a training step differentiates.
         last_change: What the last call of :meth:`variant` found changed; empty if nothing.
@@ -163,11 +163,12 @@ class ModelWatch:
         self._buffers = {name: list(module._buffers) for name, module in self._modules}
         self._canonical = canonical_names(model)
         self._numbers = itertools.count()
+        # What training and evaluation graphs depend on -> the number of the variant.
         self._trained: dict[Any, int] = {}
         self._evaluated: dict[Any, int] = {}
         # The modules whose modes training graphs depend on; None, which stands for all, before the first export.
         self._read: set[nn.Module] | None = None
-        self._own_modes: tuple[bool, ...] | None = None
+        self._own_modes: tuple[bool, ...] | None = None  # of a training step, if not all modules are in training mode
         self.modes: dict[nn.Module, bool] | None = None
         self.trainable: frozenset[str] = frozenset()
         self.last_change = ""
@@ -216,9 +217,9 @@ class ModelWatch:
         self._compile()
 
     def _compile(self) -> None:
-        """Compiles the question whether modules, parameters, buffers and hooks are what they are now.
+        """Compiles the check that modules, parameters, buffers and hooks are what they are now.
 
-        Modes and ``requires_grad`` are not in it, because some loops change them all the time.
+        Modes and ``requires_grad`` are compared separately, because some loops change them all the time.
         """
         condition = Condition()
         self._of_parameters = list(map(self._asked, self._parameters.values()))
@@ -262,6 +263,7 @@ class ModelWatch:
         self._refuse(changes)
 
     def _parts_of_now(self) -> list[Any]:
+        """Returns all submodules, parameters and buffers, for a comparison by identity."""
         parts: list[Any] = []
         for values in self._dicts:
             parts += values["_modules"].values()
@@ -274,13 +276,14 @@ class ModelWatch:
         hooks = [*self._hooks]
         if not self._for_calls:
             of_parameters = map(self._asked, self._parameters.values())
-            hooks += [found or {} for _, *kinds in of_parameters for found in kinds]
-        hooks = [tuple((key, id(hook)) for key, hook in found.items()) for found in hooks if found]
+            hooks += [registered or {} for _, *kinds in of_parameters for registered in kinds]
+        hooks = [tuple((key, id(hook)) for key, hook in registered.items()) for registered in hooks if registered]
         return list(map(_mode, self._dicts)), list(map(_buffer_state, self._model.buffers())), hooks
 
     def _number(self, values: tuple[list[bool], list[Any], list[tuple[Any, ...]]]) -> None:
-        """Assigns a number to the current variant."""
-        training, settings = tuple(values[0]), (tuple(values[1]), tuple(values[2]))
+        """Assigns a number to the current variant, from what :meth:`_settings_of_now` has returned."""
+        modes, buffers, hooks = values
+        training, settings = tuple(modes), (tuple(buffers), tuple(hooks))
         required = {name for name, parameter in self._parameters.items() if parameter.requires_grad}
         late = [name for name in self._parameters if name in required - self.may_train - self._frozen]
         if late:
@@ -293,7 +296,7 @@ class ModelWatch:
             self._own_modes = training
         elif all(training):
             self._own_modes = None
-        elif any(training):
+        elif any(training):  # all in evaluation mode, as after model.eval(), changes nothing in training steps
             if not training[0] and self._own_modes != training:
                 _log.warning(
                     "the model is in evaluation mode except for %s, and is trained in these modes: call model.train() "
@@ -301,9 +304,8 @@ class ModelWatch:
                     listed([name for (name, _), mode in zip(self._modules, training, strict=True) if mode]),
                 )
             self._own_modes = training
-        own = self._own_modes
         modules = [module for _, module in self._modules]
-        self.modes = None if own is None else dict(zip(modules, own, strict=True))
+        self.modes = None if self._own_modes is None else dict(zip(modules, self._own_modes, strict=True))
         self.trainable = self.may_train & required
         self._key = self.trainable, settings
         self._current = {
@@ -312,6 +314,7 @@ class ModelWatch:
         }
 
     def _modes_of_now(self) -> tuple[bool, ...]:
+        """Returns the modes, in a training step, of the modules whose modes the graphs depend on."""
         modes = self.modes or {}
         counted = self._modules if self._read is None else [entry for entry in self._modules if entry[1] in self._read]
         return tuple(modes.get(module, True) for _, module in counted)
@@ -364,8 +367,7 @@ class ModelWatch:
             for name, old, new in zip(names, before, now, strict=True):
                 if old != new:
                     where.setdefault(f"{what}: {old} -> {new}", []).append(name)
-        said = [f"{change} in {listed(names)}" for change, names in where.items()]
-        self.last_change = "; ".join(said)
+        self.last_change = "; ".join(f"{change} in {listed(names)}" for change, names in where.items())
         _log.info("the model has changed: %s", self.last_change or "its modes, buffers or hooks")
 
 

@@ -74,7 +74,7 @@ class Reads:
 
     Attributes:
         numbers: Places of numbers that have changed, for which graphs should have inputs.
-        changes: What was changed when the last variant was left, as text.
+        changes: What had changed when the model last left a variant, as text.
         tables: Places of tables that depend on sizes alone, and what was there before the first run.
         carries: Whether any graph takes tensors from outside.
     """
@@ -144,26 +144,27 @@ class Reads:
         Args:
             owned: Whether in the dtypes that a trainer keeps: fp32 for bfloat16. The graphs of calls take bfloat16.
         """
-        found: dict[str, torch.Tensor] = {}
+        tensors: dict[str, torch.Tensor] = {}
         notes = [] if self._last is None else self._last.notes
         for name, place in {name: place for entry in notes for name, place in entry.tensors.items()}.items():
             tensor = read(self._root, place)
             if tensor is self._carried.get(name):
                 continue
             kept = owned_dtype(tensor.dtype) if owned else tensor.dtype
-            own = tensor.detach().to(dtype=kept).resolve_conj().resolve_neg().contiguous()
-            if own.data_ptr() == tensor.data_ptr():  # otherwise it is copied in every step
+            converted = tensor.detach().to(dtype=kept).resolve_conj().resolve_neg().contiguous()
+            if converted.data_ptr() == tensor.data_ptr():  # otherwise it is a copy, which must be renewed in every step
                 self._carried[name] = tensor
-            found[name] = own
+            tensors[name] = converted
         for name, (expression, dtype) in {n: e for entry in notes for n, e in entry.scalars.items()}.items():
-            value, known = evaluate(expression, self._root), self._carried.get(name)
-            if known is None:
-                known = self._carried[name] = torch.zeros((), dtype=getattr(torch, dtype.removeprefix("torch.")))
-                found[name] = known
-            known.fill_(value)
-        return found
+            value, scalar = evaluate(expression, self._root), self._carried.get(name)
+            if scalar is None:
+                scalar = self._carried[name] = torch.zeros((), dtype=getattr(torch, dtype.removeprefix("torch.")))
+                tensors[name] = scalar
+            scalar.fill_(value)
+        return tensors
 
     def _index(self, what: Any) -> int:
+        """Returns the index of a place or an expression; begins to watch it if it is new."""
         key = repr(what)
         if key not in self._indices:
             self._indices[key] = index = len(self._watched)
@@ -176,17 +177,20 @@ class Reads:
         return self._indices[key]
 
     def _value(self, index: int) -> Hashable:
+        """Returns the stand-in for the present value of a place or an expression."""
         what = self._watched[index]
         try:
             if isinstance(what, list):
                 return frozen(evaluate(what, self._root))
             value = read(self._root, what)
-            known = what in self.tables and value is not None and value is self._root.left.get(what)
-            return frozen(self.tables[what] if known else value)
+            # A table that a run of a graph has left counts as what was there before the first run.
+            is_table = what in self.tables and value is not None and value is self._root.left.get(what)
+            return frozen(self.tables[what] if is_table else value)
         except (*GONE, ArithmeticError):
             return MISSING
 
     def _find(self, structure: Hashable) -> _Variant:
+        """Returns the variant whose graphs are valid for the present values, or a new one."""
         for variant in self._variants:
             if variant.structure == structure and all(
                 self._values[i] in values for i, values in variant.values.items()
@@ -211,13 +215,14 @@ class Reads:
         """Takes values by index, and returns which have changed; if any has, other graphs may be needed."""
         changed = {index: value for index, value in values.items() if value != self._values[index]}
         if changed:
-            self._tell(changed)
+            self._report(changed)
             for index, value in changed.items():
                 self._values[index] = value
             self._current = {}
         return changed
 
-    def _tell(self, changed: Mapping[int, Hashable]) -> None:
+    def _report(self, changed: Mapping[int, Hashable]) -> None:
+        """Logs the changes for which no graph was made; numbers among them become inputs of later graphs."""
         where: dict[str, list[str]] = {}
         for index, new in changed.items():
             place, old = self._watched[index], self._values[index]
@@ -323,6 +328,7 @@ def _name_at(root: Root, place: Place) -> str:
 
 
 def _change(old: Hashable, new: Hashable) -> str:
+    """Returns the rest of the warning that a value which the loss function reads has changed."""
     if _is_number(old) and _is_number(new):
         return (
             f"which has changed from {_shown(old)} to {_shown(new)}: the model is exported again, with an input for "

@@ -1,4 +1,4 @@
-"""Trains a module's own tensors: the module sees the trainer's updates, and the trainer sees changes to the module."""
+"""Lets a trainer work on a module's own tensors: each sees what the other changes."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class _Place:
 class SharedTensors(Memory):
     """The parameters and buffers of a module, which the trainer trains in place.
 
-    Graphs are bound to addresses, so the caller must learn which tensors have got other memory from outside
+    Graphs are bound to addresses, so the caller must learn which tensors were given other memory from outside
     (``p.data = value``, ``load_state_dict(assign=True)``, ``buffer = value``).
 
     Small updates are lost in a bfloat16 tensor, so the trainer keeps a float32 copy of it. After each update, the copy
@@ -96,7 +96,7 @@ class SharedTensors(Memory):
             return ours
 
     def _compile(self) -> None:
-        """Compiles the question whether all tensors are where they are now."""
+        """Compiles the check that all tensors are where they are now."""
         condition = Condition()
         for place in self._same:
             tensor = place.tensors[place.key]

@@ -39,6 +39,7 @@ def windows(
 
 
 def _pad(value: torch.Tensor, padding: Sequence[int], fill: float = 0.0) -> torch.Tensor:
+    """Pads the spatial axes at both edges."""
     if not any(padding):
         return value
     padded: torch.Tensor = aten.constant_pad_nd.default(

@@ -49,6 +49,7 @@ def _operands(first: Operand, second: Operand, rounded: bool = False) -> tuple[t
 
 
 def _truncated(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """Returns the quotient rounded towards zero."""
     if first.is_floating_point():
         return (first / second).trunc()
     quotient: torch.Tensor = prims.div.default(*torch.broadcast_tensors(first, second))  # type: ignore[no-untyped-call]
@@ -62,6 +63,7 @@ def _floored(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
     if not first.is_floating_point():
         whole: torch.Tensor = _truncated(first, second) - below.to(first.dtype)
         return whole
+    # The division is exact but for rounding, which may leave it just below a whole number.
     whole = (first - rest) / second - below.to(first.dtype)
     rounded = whole.floor()
     rounded = torch.where(whole - rounded > 0.5, rounded + 1, rounded)

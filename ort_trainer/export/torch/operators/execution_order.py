@@ -59,6 +59,8 @@ def lower_after(model: ir.Model) -> None:
 
 
 class _Lowering:
+    """Writes operators of a graph as Reshapes, which share constants and empty slices."""
+
     def __init__(self, graph: ir.Graph) -> None:
         self._graph = graph
         self._constants: dict[tuple[int, ...], ir.Value] = {}
@@ -81,6 +83,7 @@ class _Lowering:
         self._graph.remove(node, safe=True)
 
     def _empty_slice(self, value: ir.Value, before: ir.Node) -> ir.Value:
+        """Returns an empty int64 slice of a tensor: a shape that contains it can't be computed before the tensor."""
         if value not in self._empty:
             flat = self._insert(before, "Reshape", [value, self._constant(-1)])
             nothing = self._insert(before, "Slice", [flat, *[self._constant(0)] * 3])

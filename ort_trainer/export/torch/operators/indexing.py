@@ -41,8 +41,8 @@ def dense_embedding_bag(
     *rest: Any,
 ) -> tuple[torch.Tensor, ...]:
     """Reduces bags of rows; the gradient is dense as above."""
-    found: tuple[torch.Tensor, ...] = _bag(weight, indices, offsets, scale_grad_by_freq, mode, False, *rest)
-    return found
+    result: tuple[torch.Tensor, ...] = _bag(weight, indices, offsets, scale_grad_by_freq, mode, False, *rest)
+    return result
 
 
 @composite(aten.embedding_bag.default, aten.embedding_bag.padding_idx)
@@ -92,6 +92,7 @@ def _embedding_bag(
 def _masked_scatter(input: torch.Tensor, mask: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
     shape = torch.broadcast_shapes(input.shape, mask.shape)  # type: ignore[no-untyped-call]
     input, mask = input.expand(shape), mask.expand(shape)
+    # The n-th true element of the mask takes the n-th element of the source.
     place = (mask.flatten().long().cumsum(0) - 1).clamp(0, source.numel() - 1)
     return torch.where(mask, source.flatten()[place].reshape(input.shape), input)
 
@@ -235,6 +236,7 @@ def _affine_grid(theta: torch.Tensor, size: Sequence[Size], align_corners: bool)
 def _pad(input: torch.Tensor, pad: Sequence[Size], mode: str = "constant", value: float | None = None) -> torch.Tensor:
     if mode != "replicate":
         return aten.pad.default(input, pad, mode, value)  # type: ignore[no-any-return]
+    # Indices beyond an edge are clamped to it, axis by axis from the last; pad holds (near, far) in this order.
     for number in range(len(pad) // 2):
         axis, size = -1 - number, input.shape[-1 - number]
         place = torch.arange(-pad[2 * number], size + pad[2 * number + 1], device=input.device)

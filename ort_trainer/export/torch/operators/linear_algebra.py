@@ -14,7 +14,7 @@ from .elementwise import with_zero_gradient
 from .registry import composite, decomposition, replacement, untranslated
 
 aten = torch.ops.aten
-own = torch.ops.ort_trainer
+ort_ops = torch.ops.ort_trainer
 
 
 # No ONNX Runtime loads torch.onnx's translation.
@@ -60,7 +60,7 @@ def _grouped_mm(
     """Computes the layers of all experts of a mixture by an operator of our own."""
     if mat_a.dim() != 2 or mat_b.dim() != 3 or offs is None or bias is not None or out_dtype not in (None, mat_a.dtype):
         return _of_groups(mat_a, mat_b, offs=offs, bias=bias, out_dtype=out_dtype)
-    result: torch.Tensor = own.grouped_mm(mat_a, mat_b, offs)
+    result: torch.Tensor = ort_ops.grouped_mm(mat_a, mat_b, offs)
     return result
 
 
@@ -71,7 +71,7 @@ def _keep_groups(ctx: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tenso
 def _grouped_mm_backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
     first, second, ends = ctx.saved_tensors
     gradient = gradient.contiguous()
-    return own.grouped_mm(gradient, second.mT, ends), own.grouped_mm(first.mT, gradient, ends), None
+    return ort_ops.grouped_mm(gradient, second.mT, ends), ort_ops.grouped_mm(first.mT, gradient, ends), None
 
 
 torch.library.register_autograd("ort_trainer::grouped_mm", _grouped_mm_backward, setup_context=_keep_groups)
@@ -80,11 +80,11 @@ torch.library.register_autograd("ort_trainer::grouped_mm", _grouped_mm_backward,
 @composite("transformers.grouped_mm_fallback.default")
 def _grouped_mm_of_transformers(input: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
     """Replaces the fallback that transformers uses while a model is compiled or exported."""
-    result: torch.Tensor = own.grouped_mm(input, weight, offs)
+    result: torch.Tensor = ort_ops.grouped_mm(input, weight, offs)
     return result
 
 
-@decomposition(own.grouped_mm.default)
+@decomposition(ort_ops.grouped_mm.default)
 def _grouped_mm_of_all(first: torch.Tensor, second: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """Multiplies all rows with all groups, and zeroes the rows of other groups: ONNX has no product of groups."""
     of_rows = second.dim() == 3
@@ -132,6 +132,7 @@ def _vector_norm(
 
 @composite(aten.cdist.default)
 def _cdist(first: torch.Tensor, second: torch.Tensor, p: float = 2.0, compute_mode: int | None = None) -> torch.Tensor:
+    """Returns (sum |x - y|^p)^(1/p) for all pairs of rows, with PyTorch's gradients for NaN and equal points."""
     difference = (first.unsqueeze(-2) - second.unsqueeze(-3)).abs()
     # The gradient of abs(NaN) is zero, but that of its distance is NaN.
     difference = difference * torch.where(difference.isnan(), math.nan, 1.0)

@@ -13,7 +13,7 @@ from ....engine.programs import operators  # noqa: F401 - which defines the pack
 from .registry import composite, decomposition, replacement
 
 aten = torch.ops.aten
-own = torch.ops.ort_trainer
+ort_ops = torch.ops.ort_trainer
 
 _CROSS_ENTROPY, _NLL_LOSS = torch._C._nn.cross_entropy_loss, torch._C._nn.nll_loss_nd
 
@@ -170,10 +170,10 @@ def _ctc_loss(
     if log_probs.dtype in (torch.float16, torch.bfloat16):  # as under autocast, which does not see this function
         log_probs = log_probs.float()
     frames, lengths = (
-        torch.as_tensor(given, device=log_probs.device).long().reshape(-1).expand(log_probs.shape[1])
-        for given in (input_lengths, target_lengths)
+        torch.as_tensor(counts, device=log_probs.device).long().reshape(-1).expand(log_probs.shape[1])
+        for counts in (input_lengths, target_lengths)
     )
-    loss: torch.Tensor = own.ctc_losses(log_probs, targets.long(), frames, lengths, blank, zero_infinity)[0]
+    loss: torch.Tensor = ort_ops.ctc_losses(log_probs, targets.long(), frames, lengths, blank, zero_infinity)[0]
     if zero_infinity:
         loss = torch.where(loss.isinf(), 0.0, loss)
     if reduction == 1:
@@ -187,16 +187,16 @@ def _keep_gradient(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor
 
 
 def _ctc_backward(ctx: Any, gradient: torch.Tensor, _: torch.Tensor) -> tuple[Any, ...]:
-    found, frames = ctx.saved_tensors
+    d_log_probs, frames = ctx.saved_tensors
     # As in PyTorch, zero behind the last frame even if the gradient of the loss is infinite.
-    within = torch.arange(found.shape[0], device=found.device)[:, None] < frames
-    return torch.where(within[..., None], gradient[:, None] * found, 0.0), None, None, None, None, None
+    within = torch.arange(d_log_probs.shape[0], device=d_log_probs.device)[:, None] < frames
+    return torch.where(within[..., None], gradient[:, None] * d_log_probs, 0.0), None, None, None, None, None
 
 
 torch.library.register_autograd("ort_trainer::ctc_losses", _ctc_backward, setup_context=_keep_gradient)
 
 
-@composite(own.ctc_losses.default, for_onnx=True)
+@composite(ort_ops.ctc_losses.default, for_onnx=True)
 def _ctc_losses(
     log_probs: torch.Tensor,
     targets: torch.Tensor,

@@ -89,6 +89,7 @@ class _Lengths:
 
 @replacement(_VF, "_pack_padded_sequence")
 def _pack(input: torch.Tensor, lengths: torch.Tensor, batch_first: bool) -> tuple[_Rows, _Lengths]:
+    """Keeps the batch padded, with its checked lengths."""
     value = input.transpose(0, 1) if batch_first else input
     steps = value.shape[0]
     each = torch.ops.ort_trainer.checked_lengths.default(lengths, steps, False)
@@ -102,6 +103,7 @@ _pad_packed = _VF._pad_packed_sequence
 def _pad(
     data: Any, sizes: Any, batch_first: bool, padding_value: float, total_length: Size
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """Writes the padding value behind each sequence; a total length adds steps at the end."""
     if not isinstance(sizes, _Lengths):
         return _pad_packed(data, sizes, batch_first, padding_value, total_length)  # type: ignore[no-any-return]
     each = sizes.each
@@ -117,6 +119,8 @@ def _pad(
 
 
 def _check(original: Callable[..., None]) -> Callable[..., None]:
+    """Returns a layer's check of its arguments, which accepts packed batches unchecked."""
+
     def check_forward_args(self: nn.RNNBase, input: Any, hidden: Any, batch_sizes: Any) -> None:
         if not isinstance(batch_sizes, _Lengths):  # the original would turn their symbolic sizes into numbers
             original(self, input, hidden, batch_sizes)
@@ -148,9 +152,10 @@ def _layers(
     name: str, data: _Rows, lengths: _Lengths, states: Any, weights: Sequence[torch.Tensor], biases: bool, count: int,
     dropout: float, train: bool, bidirectional: bool,
 ) -> tuple[Any, ...]:  # fmt: skip
+    """Runs all layers and directions on a padded batch; returns what PyTorch's function does for a packed one."""
     directions = (False, True) if bidirectional else (False,)
     each = len(weights) // (count * len(directions))
-    given = states if name == "lstm" else (states,)
+    initial = states if name == "lstm" else (states,)
     value, final = data.padded, []
     for layer in range(count):
         if layer and dropout and train:
@@ -158,7 +163,7 @@ def _layers(
         outputs = []
         for reverse in directions:
             number = layer * len(directions) + reverse
-            first = [state[number : number + 1] for state in given]
+            first = [state[number : number + 1] for state in initial]
             part = weights[number * each : (number + 1) * each]
             turned = lengths.reversed(value) if reverse else value
             output, last = _layer(name, turned, lengths, first, part, biases, train)

@@ -17,6 +17,7 @@ aten = torch.ops.aten
 
 def _adaptive_max_pool(dims: int) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
     def pool(input: torch.Tensor, output_size: Sequence[Size]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Takes the maximum of each window by itself, as sizes differ: [i n // p, ceil((i + 1) n / p)) on each axis."""
         sizes = input.shape[-dims:]
         counts = [*output_size] * dims if len(output_size) == 1 else list(output_size)
         values, indices = [], []
@@ -29,6 +30,7 @@ def _adaptive_max_pool(dims: int) -> Callable[..., tuple[torch.Tensor, torch.Ten
             for axis in range(dims):
                 window = window.narrow(axis - dims, starts[axis], stops[axis] - starts[axis])
             best, place = window.flatten(-dims).max(-1)
+            # From the place in the window, counted row by row, to the index in the input, counted likewise.
             index = torch.zeros_like(place)
             scale: Size = 1
             for axis in reversed(range(dims)):
@@ -230,8 +232,8 @@ def _max_pool_with_indices(
     far = _far_padding(sizes, kernel, step, pads, spread) if ceil_mode else pads
     alone = len(value.shape) == dims + 1
     batched = op.Unsqueeze(value, [0]) if alone else value
-    known = value.dtype is not None and value.dtype.is_floating_point()
-    ordered = keys(value) if known else value
+    is_float = value.dtype is not None and value.dtype.is_floating_point()
+    ordered = keys(value) if is_float else value
     pooled, flat = op.MaxPool(
         op.Unsqueeze(ordered, [0]) if alone else ordered,
         kernel_shape=kernel,
@@ -240,7 +242,7 @@ def _max_pool_with_indices(
         dilations=spread,
         ceil_mode=int(far is None),
     )
-    if known:
+    if is_float:
         pooled = op.Reshape(op.Gather(op.Reshape(batched, [-1]), op.Reshape(flat, [-1]), axis=0), op.Shape(flat))
     plane = op.ReduceProd(op.Shape(batched, start=2), keepdims=0)
     indices = op.Mod(flat, plane)
@@ -291,6 +293,7 @@ def _max_pool_backward(dims: int) -> Callable[..., torch.Tensor]:
 def _scatter_to_maxima(
     grad_output: torch.Tensor, input: torch.Tensor, indices: torch.Tensor, dims: int
 ) -> torch.Tensor:
+    """Adds the gradient of each output to the element at its index in the flat plane."""
     flat = torch.zeros_like(input).flatten(-dims)
     return flat.scatter_add(-1, indices.flatten(-dims), grad_output.flatten(-dims)).reshape(input.shape)
 

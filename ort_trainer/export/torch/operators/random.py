@@ -16,7 +16,7 @@ from ..graph.random_inputs import Lifter
 from .dtypes import number
 from .registry import Value, keep, op, random_operator, replacement, translation
 
-aten, own = torch.ops.aten, torch.ops.ort_trainer
+aten, ort_ops = torch.ops.aten, torch.ops.ort_trainer
 
 # By default a distribution reads the values of its parameters to validate them.
 replacement(torch.distributions.Distribution, "_validate_args")(False)
@@ -36,12 +36,12 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.T
 
 
 def _dropout_backward(ctx: Any, gradient: torch.Tensor, _: Any) -> tuple[Any, ...]:
-    return own.dropout_backward(gradient, *ctx.saved_tensors), None, None
+    return ort_ops.dropout_backward(gradient, *ctx.saved_tensors), None, None
 
 
 torch.library.register_autograd(f"{LIBRARY}::dropout", _dropout_backward, setup_context=_save, lib=_library)
 # Replaced together with their dropout.
-_BACKWARD = (aten.native_dropout_backward.default, own.dropout_backward.default)
+_BACKWARD = (aten.native_dropout_backward.default, ort_ops.dropout_backward.default)
 keep(*_BACKWARD)
 
 
@@ -54,7 +54,7 @@ def _dropout(lifter: Lifter, node: torch.fx.Node) -> None:
         _replace_dropout(lifter, node, _noise(lifter, node, value, 1.0 - probability) if active else None)
 
 
-@random_operator(own.dropout.default)
+@random_operator(ort_ops.dropout.default)
 def _dropout_of_rate(lifter: Lifter, node: torch.fx.Node) -> None:
     """Does the same with a probability that is an input."""
     value, kept, fast = cast("tuple[Any, ...]", node.args)
@@ -102,21 +102,21 @@ def _noise(lifter: Lifter, node: torch.fx.Node, value: torch.fx.Node, kept: Any,
     number, lifter.masks = lifter.masks, lifter.masks + 1
     if lifter.draws.within:
         count = call(aten.sym_numel.default, value)
-        packed = call(getattr(own.draw_mask, overload), lifter.key(), count, number, kept)
+        packed = call(getattr(ort_ops.draw_mask, overload), lifter.key(), count, number, kept)
         return _Noise(
-            lambda x, _: call(getattr(own.apply_mask, overload), x, packed, factor),
-            lambda: call(own.unpack_mask.default, packed, value),
+            lambda x, _: call(getattr(ort_ops.apply_mask, overload), x, packed, factor),
+            lambda: call(ort_ops.unpack_mask.default, packed, value),
         )
     mask = lifter.draw(node, torch.empty_like(fake, dtype=torch.uint8), "mask", (p, float(number)), rate)
     return _Noise(
         lambda x, backward: call(
-            aten.mul.Tensor, x, call(getattr(own.noise, overload), mask, factor, x.meta["val"].dtype, backward)
+            aten.mul.Tensor, x, call(getattr(ort_ops.noise, overload), mask, factor, x.meta["val"].dtype, backward)
         ),
         lambda: call(aten.ne.Scalar, mask, 0),
     )
 
 
-@translation(own.noise.default, own.noise.rate)
+@translation(ort_ops.noise.default, ort_ops.noise.rate)
 def _translate_noise(mask: Value, factor: float | Value, dtype: int, backward: bool) -> Value:
     """Turns one byte per element into 0 or the factor, in one pass over the memory.
 
@@ -135,7 +135,7 @@ def _translate_noise(mask: Value, factor: float | Value, dtype: int, backward: b
     return noise if dtype == ir.DataType.FLOAT else op.Cast(noise, to=dtype)
 
 
-@translation(own.dropout.default)
+@translation(ort_ops.dropout.default)
 def _translate_dropout(value: Value, kept: Value, fast: bool) -> tuple[Value, Value]:
     """Serves evaluation, if dropout is active there, too."""
     rate = op.Sub(op.Constant(value_float=1.0), op.Cast(kept, to=ir.DataType.FLOAT))
@@ -144,6 +144,8 @@ def _translate_dropout(value: Value, kept: Value, fast: bool) -> tuple[Value, Va
 
 
 def _replace(kind: str) -> Callable[[Lifter, torch.fx.Node], None]:
+    """Returns the handler of operators whose results are the random numbers as they are."""
+
     def handler(lifter: Lifter, node: torch.fx.Node) -> None:
         node.replace_all_uses_with(lifter.draw(node, node.meta["val"], kind))
 
@@ -178,8 +180,8 @@ def _integers(first: int) -> Callable[[Lifter, torch.fx.Node], None]:
     """Returns a handler. ``first`` is the position of the first bound; a single bound is the upper one."""
 
     def handler(lifter: Lifter, node: torch.fx.Node) -> None:
-        given = [bound for bound in node.args[first : first + 2] if not isinstance(bound, (list, tuple))]
-        low, high = given if len(given) == 2 else (0, given[0])
+        bounds = [bound for bound in node.args[first : first + 2] if not isinstance(bound, (list, tuple))]
+        low, high = bounds if len(bounds) == 2 else (0, bounds[0])
         if not isinstance(low, int) or not isinstance(high, int):
             raise ExportError(f"{node.target} supports only bounds that are plain numbers: {source_line(node)}")
         node.replace_all_uses_with(lifter.draw(node, node.meta["val"], "integers", (float(low), float(high))))
@@ -191,8 +193,9 @@ random_operator(aten.randint.default, aten.randint.low)(_integers(0))
 random_operator(aten.randint_like.default, aten.randint_like.low_dtype)(_integers(1))
 
 
-def _or_defaults(given: tuple[Any, ...], defaults: tuple[float, float]) -> tuple[Any, Any]:
-    return (given[0] if given else defaults[0]), (given[1] if len(given) > 1 else defaults[1])
+def _or_defaults(arguments: tuple[Any, ...], defaults: tuple[float, float]) -> tuple[Any, Any]:
+    """Returns up to two arguments, followed by defaults for those that are missing."""
+    return (arguments[0] if arguments else defaults[0]), (arguments[1] if len(arguments) > 1 else defaults[1])
 
 
 @random_operator(aten.normal_functional.default)
@@ -256,6 +259,7 @@ def _exponential(lifter: Lifter, node: torch.fx.Node) -> None:
 
 
 def _affine(lifter: Lifter, node: torch.fx.Node, kind: str, factor: Any, offset: Any) -> None:
+    """Replaces a random operator with noise * factor + offset."""
     noise = lifter.draw(node, node.meta["val"], kind)
     with lifter.graph.inserting_before(node):
         scaled = lifter.call(aten.mul.Tensor, noise, factor)

@@ -3,6 +3,12 @@
 torch 2.13 unrolls them, which fixes the length. Here a layer is a loop over its steps (``ort_trainer::steps``), and so
 is its backward pass: a loop in Python on PyTorch's kernels, a ``Scan`` in ONNX. On PyTorch's kernels, oneDNN computes
 an LSTM in fp32, forward and backward. The linear recurrence of state-space models (Mamba) is such a loop, too.
+
+Only the product with the previous state is inside the loop; one product computes the inputs' part for all steps::
+
+    input (time, batch, features) -> gates (time, batch, gates x hidden) -> loop -> output (time, batch, hidden)
+
+The steps themselves are in ``engine/programs/recurrent.py``.
 """
 
 from __future__ import annotations
@@ -87,14 +93,14 @@ def _onednn_lstm(
             first,
             cell,
             reverse,
-            [],
+            [],  # batch_sizes
             _LSTM,
-            first.size(2),
-            1,
+            first.size(2),  # hidden_size
+            1,  # num_layers
             has_biases,
-            False,
-            False,
-            True,
+            False,  # bidirectional
+            False,  # batch_first
+            True,  # train
         )
     return output.to(input.dtype), (last.squeeze(0).to(hidden[0].dtype), last_cell.squeeze(0).to(hidden[1].dtype))
 
@@ -102,6 +108,7 @@ def _onednn_lstm(
 def _lstm(
     input: torch.Tensor, hidden: Any, params: Any, has_biases: bool, reverse: bool = False
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+    """Runs one layer in one direction as a loop; ``params`` are W_ih, W_hh, perhaps b_ih, b_hh, perhaps W_hr."""
     projection = list(params[4 if has_biases else 2 :])
     gates, wide, back = _prepared(input, hidden, params, params[2] + params[3] if has_biases else None)
     weights = [wide(weight) for weight in (params[1], *projection)]
@@ -113,7 +120,9 @@ def _lstm(
 def _gru_or_rnn(
     input: torch.Tensor, hidden: Any, params: Any, has_biases: bool, hidden_fn: Any, reverse: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """Does the same for a GRU or an RNN: ``hidden_fn`` is PyTorch's GRU cell, or the name of an RNN's activation."""
     if hidden_fn is _gru_cell:
+        # n = tanh(W_in x + b_in + r * (W_hn h + b_hn)): r multiplies the second bias, so the two can't be added.
         gates, wide, back = _prepared(input, [hidden], params, params[2] if has_biases else None)
         bias = wide(params[3]) if has_biases else gates.new_zeros(params[1].shape[0])
         output = _run(_GRULayer, reverse, gates, wide(hidden), wide(params[1]), bias)
@@ -125,10 +134,12 @@ def _gru_or_rnn(
 
 @replacement(decompositions, "rnn_cell")
 def _name_of_activation(nonlinearity: Callable[..., Any]) -> str:
+    """Returns an RNN's activation by name, in place of its cell."""
     return "relu" if "relu" in getattr(nonlinearity, "__name__", str(nonlinearity)) else "tanh"
 
 
 def _last(reverse: bool) -> int:
+    """Returns the index of the step that a loop computes last."""
     return 0 if reverse else -1
 
 
@@ -162,8 +173,9 @@ def _run(layer: type[_Layer], *args: Any) -> Any:
 def _loop(
     cell: str, reverse: bool, states: list[torch.Tensor], sequences: list[torch.Tensor], weights: list[torch.Tensor]
 ) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = torch.ops.ort_trainer.steps.default(cell, reverse, states, sequences, weights)
-    return found
+    """Runs a cell step by step; returns the states after the last step, then what it computes at each step."""
+    results: list[torch.Tensor] = torch.ops.ort_trainer.steps.default(cell, reverse, states, sequences, weights)
+    return results
 
 
 def _before(first: torch.Tensor, sequence: torch.Tensor, reverse: bool) -> torch.Tensor:
@@ -179,6 +191,8 @@ def _product(gradient: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 
 
 class _LSTMLayer(_Layer):
+    """gates (time, batch, 4 x hidden) and the first h and c -> h and c after each step, (time, batch, hidden)."""
+
     @staticmethod
     def forward(ctx: Any, reverse: bool, gates: Any, h: Any, c: Any, *weights: Any) -> Any:
         _, _, output, cells, activated = _loop("lstm", reverse, [h, c], [gates], list(weights))
@@ -202,6 +216,8 @@ class _LSTMLayer(_Layer):
 
 
 class _GRULayer(_Layer):
+    """gates (time, batch, 3 x hidden) and the first h -> h after each step, (time, batch, hidden)."""
+
     @staticmethod
     def forward(ctx: Any, reverse: bool, gates: Any, h: Any, weight: Any, bias: Any) -> Any:
         _, output, activated = _loop("gru", reverse, [h], [gates], [weight, bias])
@@ -214,11 +230,14 @@ class _GRULayer(_Layer):
         output, activated, h, weight = ctx.saved_tensors
         previous = _before(h, output, ctx.reverse)
         sequences = [d_output, activated, previous]
+        # d_of_h is the gradient of W h + b; in the third gate it has the factor r, which d_gates lacks.
         d_h, d_gates, d_of_h = _loop("gru_backward", not ctx.reverse, [torch.zeros_like(h)], sequences, [weight])
         return None, d_gates, d_h, _product(d_of_h, previous), d_of_h.sum((0, 1))
 
 
 class _RNNLayer(_Layer):
+    """gates (time, batch, hidden) and the first h -> h after each step, (time, batch, hidden)."""
+
     @staticmethod
     def forward(ctx: Any, cell: str, reverse: bool, gates: Any, h: Any, weight: Any) -> Any:
         _, output = _loop(cell, reverse, [h], [gates], [weight])
@@ -248,9 +267,9 @@ def _scan_of_pairs(
     factors, terms = (x.movedim(dim, 0) for x in xs)
     if reverse:
         factors, terms = factors.flip(0), terms.flip(0)
-    found = factors.cumprod(0), torch.ops.ort_trainer.linear_recurrence(factors, terms)
-    found = tuple((value.flip(0) if reverse else value).movedim(0, dim) for value in found)
-    return list(found) if isinstance(xs, list) else found
+    scanned = factors.cumprod(0), torch.ops.ort_trainer.linear_recurrence(factors, terms)
+    scanned = tuple((value.flip(0) if reverse else value).movedim(0, dim) for value in scanned)
+    return list(scanned) if isinstance(xs, list) else scanned
 
 
 def _is_linear(combine: Callable[..., Any]) -> bool:
@@ -264,6 +283,7 @@ def _is_linear(combine: Callable[..., Any]) -> bool:
 @replacement(torch.compiler, "is_exporting")
 def _is_exporting_without_scan() -> bool:
     """Returns False to transformers' Mamba, which avoids the scan in exports because it had no ONNX translation."""
+    # Frame 1 is transformers' is_torchdynamo_exporting(), which frame 2 calls to choose.
     chooses_scan = "associative_scan" in sys._getframe(2).f_code.co_varnames
     return not chooses_scan and _is_exporting()
 
@@ -273,6 +293,10 @@ def _keep_states(ctx: Any, inputs: tuple[torch.Tensor, torch.Tensor], output: to
 
 
 def _linear_recurrence_backward(ctx: Any, d_output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the gradients of a and b in h_t = a_t h_(t-1) + b_t.
+
+    They are d_t h_(t-1) and d_t, the gradient of h_t, with d_t = d_output_t + a_(t+1) d_(t+1).
+    """
     factors, states = ctx.saved_tensors
     first = torch.zeros_like(states[0])
     d_states = _loop("linear_backward", True, [first], [d_output, factors], [])[-1]
@@ -298,9 +322,9 @@ def _scan(
     at_start = [_inner(value, f"state_{index}", value.shape) for index, value in enumerate(states)]
     at_step = [_inner(value, f"given_{index}", value.shape[1:]) for index, value in enumerate(sequences)]
     symbols = [[_Symbol(value, maths) for value in values] for values in (at_start, at_step, weights)]
-    after, given = CELLS[cell](maths, *symbols)
+    after, per_step = CELLS[cell](maths, *symbols)
     outputs: list[ir.Value] = []
-    for symbol in (*after, *given):
+    for symbol in (*after, *per_step):
         outputs.append(maths.node("Identity", symbol).value if symbol.value in outputs else symbol.value)
     body = ir.Graph([*at_start, *at_step], outputs, nodes=maths.nodes, name=cell)
     direction = int(reverse)
@@ -308,10 +332,10 @@ def _scan(
         "body": body,
         "num_scan_inputs": len(sequences),
         "scan_input_directions": [direction] * len(sequences),
-        "scan_output_directions": [direction] * len(given),
+        "scan_output_directions": [direction] * len(per_step),
     }
-    found: Sequence[Value] = op.add(ir.node("Scan", [*states, *sequences], attributes, num_outputs=len(outputs)))
-    return found
+    results: Sequence[Value] = op.add(ir.node("Scan", [*states, *sequences], attributes, num_outputs=len(outputs)))
+    return results
 
 
 def _inner(value: ir.Value, name: str, shape: Any) -> ir.Value:

@@ -95,6 +95,7 @@ def _aminmax(
 
 def _cumulative(best: Callable[..., Any], sign: int) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
     def cumulative(input: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Computes running maxima (sign 1) or minima (-1) over a lower triangle, as ``_cumprod`` does products."""
         if input.dim() == 0:
             return input.clone(), torch.zeros_like(input, dtype=torch.long)
         size = input.shape[dim]
@@ -169,10 +170,10 @@ def _index_of_extremum(largest: bool) -> Callable[..., Any]:
         if input.dtype != torch.int64 or input.dim() == 0:
             return NotImplemented
         if dim is None:
-            found = input.reshape(-1).topk(1, 0, largest).indices
-            return found.reshape([1] * input.dim()) if keepdim else found.squeeze(0)
-        found = input.topk(1, dim, largest).indices
-        return found if keepdim else found.squeeze(dim)
+            indices = input.reshape(-1).topk(1, 0, largest).indices
+            return indices.reshape([1] * input.dim()) if keepdim else indices.squeeze(0)
+        indices = input.topk(1, dim, largest).indices
+        return indices if keepdim else indices.squeeze(dim)
 
     return index
 

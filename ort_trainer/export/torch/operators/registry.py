@@ -87,24 +87,25 @@ class _Table:
     """Operator -> function, for one kind of entry; a user's entries take precedence over the package's."""
 
     def __init__(self) -> None:
-        self.own: dict[Operator, Callable[..., Any] | None] = {}
+        self.package: dict[Operator, Callable[..., Any] | None] = {}
         self.user: dict[Operator, Callable[..., Any] | None] = {}
 
     def add(self, *operators: Operator) -> Callable[[_Function], _Function]:
-        """Decorates a function of the package; None registers that there is none."""
+        """Decorates a function of the package; applied to None, it registers that there is no function."""
 
         def register(function: _Function) -> _Function:
             for operator in operators:
-                if operator in self.own:
-                    raise ValueError(f"{operator} is in the table twice: as {self.own[operator]} and as {function}")
-                self.own[operator] = function
+                if operator in self.package:
+                    raise ValueError(f"{operator} is in the table twice: as {self.package[operator]} and as {function}")
+                self.package[operator] = function
             return function
 
         return register
 
     def all(self) -> dict[Operator, Callable[..., Any] | None]:
+        """Returns all entries, after importing the families."""
         _find_families()
-        return {**self.own, **self.user}
+        return {**self.package, **self.user}
 
 
 _TABLES = _composites, _decompositions, _translations = _Table(), _Table(), _Table()
@@ -194,18 +195,18 @@ def register_operator(
     global _revision
     if isinstance(operator, torch._ops.OpOverloadPacket):
         overloads = operator.overloads()  # type: ignore[no-untyped-call]
-        known = ", ".join(f"torch.ops.{operator}.{overload}" for overload in overloads)
-        raise TypeError(f"operator must be one overload of {operator}: {known}")
+        names = ", ".join(f"torch.ops.{operator}.{overload}" for overload in overloads)
+        raise TypeError(f"operator must be one overload of {operator}: {names}")
     if not isinstance(operator, torch._ops.OpOverload):
         raise TypeError(f"operator must be an overload, such as torch.ops.aten.add.Tensor, but is {operator!r}")
-    given = {"composite": composite, "decomposition": decomposition, "translation": translation}
-    for kind, function in given.items():
+    functions = {"composite": composite, "decomposition": decomposition, "translation": translation}
+    for kind, function in functions.items():
         if function is not None and not callable(function):
             raise TypeError(f"{kind} must be a function of the arguments of {operator}, but is {function!r}")
-    if all(function is None for function in given.values()):
+    if all(function is None for function in functions.values()):
         raise ValueError(f"nothing is registered for {operator}: give composite=, decomposition= or translation=")
-    last = max(place for place, function in enumerate(given.values()) if function is not None)
-    for place, (table, function) in enumerate(zip(_TABLES, given.values(), strict=True)):
+    last = max(place for place, function in enumerate(functions.values()) if function is not None)
+    for place, (table, function) in enumerate(zip(_TABLES, functions.values(), strict=True)):
         if function is not None:
             table.user[operator] = function
         elif place < last:
@@ -215,12 +216,12 @@ def register_operator(
 
 def composites(for_onnx: bool = True) -> Mapping[Operator, Callable[..., Any] | None]:
     """Returns the composites; ``for_onnx`` includes those that only ONNX needs."""
-    known = _composites.all()
-    return {name: f for name, f in known.items() if for_onnx or name not in _for_onnx or name in _composites.user}
+    table = _composites.all()
+    return {name: f for name, f in table.items() if for_onnx or name not in _for_onnx or name in _composites.user}
 
 
 def is_registered_by_user(operator: Operator) -> bool:
-    """Returns whether a user has said how an operator becomes ONNX after differentiation."""
+    """Returns whether a user has registered a decomposition or a translation of an operator."""
     return operator in _decompositions.user or operator in _translations.user
 
 
@@ -257,6 +258,7 @@ def revision() -> int:
 
 @functools.cache
 def _find_families() -> None:
+    """Imports the files of this folder, which fill the tables."""
     package = importlib.import_module(__package__)
     for module in pkgutil.iter_modules(package.__path__):
         importlib.import_module(f"{__package__}.{module.name}")

@@ -77,6 +77,7 @@ def _topk(value: Value, k: Any, dim: int = -1, largest: bool = True, sorted: boo
 
 
 def _first(value: Value, count: Value, dim: int, largest: bool) -> tuple[Value, Value]:
+    """Returns the ``count`` largest or smallest elements along a dimension, sorted, and their indices."""
     ordered = keys(value)
     values, indices = op.TopK(ordered, count, axis=dim, largest=int(largest), sorted=1)
     if ordered is value:
@@ -119,8 +120,8 @@ def _median_dim(input: torch.Tensor, dim: int, keepdim: bool = False) -> tuple[t
 @composite(aten.nanmedian.dim)
 def _nanmedian_dim(input: torch.Tensor, dim: int, keepdim: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     def places(row: torch.Tensor, size: Size) -> torch.Tensor:
-        known: torch.Tensor = size - row.isnan().sum(dim, keepdim=True)
-        return ((known - 1) // 2).clamp(min=0)
+        count: torch.Tensor = size - row.isnan().sum(dim, keepdim=True)
+        return ((count - 1) // 2).clamp(min=0)
 
     return _kth(input, places, dim, keepdim)
 

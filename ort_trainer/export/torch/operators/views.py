@@ -38,8 +38,8 @@ def _identity(value: Value) -> Value:
 @decomposition(aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)
 def _squeeze(input: torch.Tensor, dims: int | Sequence[int] | None = None) -> Any:
     """Removes the dimensions that are 1 in the graph; ONNX would look at the sizes of each batch."""
-    given = range(input.dim()) if dims is None else [dims] if isinstance(dims, int) else dims
-    ones = [d % input.dim() for d in given if input.dim() and isinstance(input.shape[d], int) and input.shape[d] == 1]
+    axes = range(input.dim()) if dims is None else [dims] if isinstance(dims, int) else dims
+    ones = [d % input.dim() for d in axes if input.dim() and isinstance(input.shape[d], int) and input.shape[d] == 1]
     if not ones:
         return input.clone()
     if isinstance(dims, int):
@@ -60,6 +60,7 @@ def _diagonal(input: torch.Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1
     """Gathers the diagonal: torch.onnx sums a product with a matrix of ones and zeros, which spreads infinities."""
     matrices = input.movedim((dim1, dim2), (-2, -1))
     rows, columns = matrices.shape[-2:]
+    # In a flat matrix, the next element of a diagonal is columns + 1 elements away.
     flat = matrices.flatten(-2)
     first = offset if offset >= 0 else -offset * columns
     pair = (rows, columns - offset) if offset >= 0 else (rows + offset, columns)
@@ -120,6 +121,7 @@ def _memory_order(value: torch.Tensor) -> tuple[int, ...]:
 
 
 def _places(like: torch.Tensor, size: Sequence[Size], stride: Sequence[Size], offset: Size | None) -> torch.Tensor:
+    """Returns the index in memory of each element of a strided view: offset + i stride_0 + j stride_1 + ..."""
     place = torch.full((), 0 if offset is None else offset - like.storage_offset(), dtype=torch.long)
     for axis, (count, step) in enumerate(zip(size, stride, strict=True)):
         steps = torch.arange(count, device=like.device) * step

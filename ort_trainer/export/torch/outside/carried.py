@@ -21,10 +21,10 @@ _PARTS = ("list", "tuple", "set", "frozenset")
 
 
 class CarriedState:
-    """The state at the places that graphs leave and read again, such as the hidden state of a network in a tuple.
+    """The state at the places that graphs write and read again, such as the hidden state of a network in a tuple.
 
-    Where these places are is known from the notes of an export, so a loaded state waits for them: nothing that a file
-    says decides where something is written.
+    Only the notes of an export name these places, so a loaded state waits for an export: a file never decides where
+    something is written.
 
     Args:
         root: Where places begin.
@@ -35,41 +35,41 @@ class CarriedState:
         self._read: dict[str, Place] = {}
         self._carried: dict[str, Place] = {}
         self._waiting: dict[str, tuple[Code, list[torch.Tensor]]] = {}
-        self._said: set[str] = set()
+        self._warned: set[str] = set()
 
     def note(self, notes: Notes) -> None:
         """Takes the notes of an export."""
         expressions = [expression for expression, _ in (*notes.conditions, *notes.scalars.values())]
         numbers = (tuple(Step(*step) for step in place) for each in expressions for place in places_of(each))
-        known = {*notes.reads, *notes.tensors.values(), *numbers}
-        self._read |= {described(place): place for place in known}
+        read_places = {*notes.reads, *notes.tensors.values(), *numbers}
+        self._read |= {described(place): place for place in read_places}
         for place, _ in notes.leftovers.writes:
             where = place[:-1] if place[-1].kind in ("contents", "end") else place
-            if where not in notes.tables and any(_belongs(where, other) for other in known):
+            if where not in notes.tables and any(_belongs(where, other) for other in read_places):
                 self._carried[described(where)] = where
 
     def collect(self) -> dict[str, dict[str, Any]]:
         """Returns the state: path -> ``value`` (see :func:`~.leftovers.encode`) and the ``tensors`` in it.
 
-        What a checkpoint can't hold is left out with a warning that names its place.
+        Leaves out what a checkpoint can't hold, with a warning that names the place.
         """
-        found = {name: {"value": code, "tensors": tensors} for name, (code, tensors) in self._waiting.items()}
+        state = {name: {"value": code, "tensors": tensors} for name, (code, tensors) in self._waiting.items()}
         for name, place in self._carried.items():
             tensors: list[torch.Tensor] = []
             try:
                 code = encode(read(self._root, place), tensors, {})
                 _check(code, len(tensors))
             except (TypeError, ValueError):
-                if name not in self._said:
-                    self._said.add(name)
+                if name not in self._warned:
+                    self._warned.add(name)
                     value = read(self._root, place)
                     warn(
                         f"the state dict is without what the model keeps in {name!r}, an object of the class "
                         f"{type(value).__name__}: keep tensors, numbers, strings, or lists, tuples and dicts of them"
                     )
                 continue
-            found[name] = {"value": code, "tensors": [tensor.detach() for tensor in tensors]}
-        return found
+            state[name] = {"value": code, "tensors": [tensor.detach() for tensor in tensors]}
+        return state
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Takes what :meth:`collect` has returned; it is put in place as soon as an export has named the places.
@@ -89,7 +89,7 @@ class CarriedState:
         self.put()
 
     def put(self) -> bool:
-        """Puts what waits into the places that are known by now; returns whether there was anything."""
+        """Puts loaded values into the places that exports have named by now; returns whether there were any."""
         places, device = self._read | self._carried, next(self._root.model.parameters(), torch.zeros(())).device
         ready = {name: entry for name, entry in self._waiting.items() if name in places}
         for name, (code, tensors) in ready.items():
@@ -102,17 +102,18 @@ class CarriedState:
         return bool(ready)
 
 
-def _belongs(left: Place, known: Place) -> bool:
-    """Returns whether what is left at a place is what is read, a part of it, or the whole of it."""
-    inner = left[len(known) :]
-    return known[: len(left)] == left or (left[: len(known)] == known and all(s.kind in _IN_CONTAINERS for s in inner))
+def _belongs(left: Place, read_place: Place) -> bool:
+    """Returns whether a run leaves, at one place, the value that is read at another, a part of it, or its container."""
+    inner = left[len(read_place) :]
+    is_part = left[: len(read_place)] == read_place and all(step.kind in _IN_CONTAINERS for step in inner)
+    return is_part or read_place[: len(left)] == left
 
 
 def _check(code: Any, tensors: int) -> None:
-    """Checks that a file may say this: only values without classes of their own.
+    """Checks code from a file: it may describe only values of built-in classes, as decoding could create any object.
 
     Raises:
-        IndexError, TypeError, ValueError: If it may not.
+        IndexError, TypeError, ValueError: If it is invalid.
     """
     kind, *rest = code
     parts: Any = ()

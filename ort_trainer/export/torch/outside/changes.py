@@ -1,4 +1,4 @@
-"""What a run changes outside tensors: what it may change is copied, one level deep, when it is met."""
+"""Finds what a run changes outside tensors: copies what it may change, one level deep, as soon as it is met."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from .containers import CHANGEABLE, copied, has_same_parts, refill
 from .generators import has_drawn, name_of, put_back, state_of
-from .places import MISSING, Place, Step, described
+from .places import MISSING, Place, Step, described, in_cell
 from .values import frozen
 
 __all__ = [
@@ -27,7 +27,6 @@ __all__ = [
     "Change",
     "Copies",
     "WritesToParameters",
-    "in_cell",
 ]
 
 OF_EVERY_MODULE = frozenset(nn.Module().__dict__) | frozenset(
@@ -35,11 +34,12 @@ OF_EVERY_MODULE = frozenset(nn.Module().__dict__) | frozenset(
 )
 """What every module has: its parts, which a ModelWatch compares, and its mode. (Recurrent layers of PyTorch keep
 references to their weights.)"""
+# In bytes. A larger array or tensor is data rather than a setting, and takes long to copy.
 _LARGEST = 1 << 24
 _PARTS = ("_modules", "_parameters", "_buffers")
 HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 BACKWARD_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
-"""Those for the backward pass; they are refused when a model is exported for them."""
+"""Hooks of the backward pass, with which a model can't be exported."""
 GLOBAL_HOOKS = {kind: vars(nn.modules.module)[f"_global{kind}"] for kind in (*HOOKS, *BACKWARD_HOOKS)}
 """Hooks of all modules."""
 
@@ -94,9 +94,9 @@ class Copies:
                 self._slots.append((place, owner, name, _slot(owner, name)))
 
     def add_parts(self, values: dict[str, Any]) -> None:
-        """Copies what a module, whose ``__dict__`` is given, has of modules, parameters, buffers and hooks."""
-        for kinds, known in ((_PARTS, self._parts), (HOOKS, self._hooks)):
-            known += [(values[kind], dict(values[kind])) for kind in kinds]
+        """Copies the dicts of submodules, parameters, buffers and hooks in a module's ``__dict__``."""
+        for kinds, copies in ((_PARTS, self._parts), (HOOKS, self._hooks)):
+            copies += [(values[kind], dict(values[kind])) for kind in kinds]
 
     def add_contents(self, value: Any, place: Place) -> None:
         """Copies a container, if it can be changed."""
@@ -104,14 +104,14 @@ class Copies:
             self._contents.setdefault(id(value), (place, value, copied(value)))
 
     def add_memory(self, value: Any, place: Place) -> None:
-        """Copies what one of :data:`~.values.MEMORIES` holds; not an array too large to be a setting."""
+        """Copies the contents of one of :data:`~.values.MEMORIES`, except for an array too large to be a setting."""
         if isinstance(value, contextvars.ContextVar):
             self._memories[id(value)] = place, value, value.get(MISSING)
         elif memoryview(value).nbytes <= _LARGEST:
             self._memories[id(value)] = place, value, copy.copy(value)
 
     def add_tensor(self, value: torch.Tensor, at_most: int = _LARGEST) -> None:
-        """Copies a tensor, unless it has more than so many bytes, so that it is no state."""
+        """Copies a tensor of at most so many bytes; a larger one is no state."""
         if value.layout is torch.strided and value.nbytes <= at_most and id(value) not in self._tensors:
             with _untraced():
                 self._tensors[id(value)] = value, value.detach().clone()
@@ -131,8 +131,8 @@ class Copies:
 
     def is_old(self, values: dict[str, Any], name: str, value: Any) -> bool:
         """Returns whether a value in an object's ``__dict__`` is from before the run."""
-        known = self._attributes.get(id(values))
-        return known is None or known[2].get(name, MISSING) is value
+        entry = self._attributes.get(id(values))
+        return entry is None or entry[2].get(name, MISSING) is value
 
     def changed_memory(self) -> Iterator[Place]:
         """Yields the places of arrays and context variables that the run has changed."""
@@ -164,9 +164,9 @@ class Copies:
                 now, old = values.get(key, MISSING), before.get(key, MISSING)
                 if now is not old and key not in OF_EVERY_MODULE:
                     yield Change((*place, Step("attribute", key)), now, old, functools.partial(_assign, values, key))
-        for place, kind, known in self._classes.values():
-            for key in dict.fromkeys((*known, *vars(kind))):
-                now, old = vars(kind).get(key, MISSING), known.get(key, MISSING)
+        for place, kind, before in self._classes.values():
+            for key in dict.fromkeys((*before, *vars(kind))):
+                now, old = vars(kind).get(key, MISSING), before.get(key, MISSING)
                 if now is not old and not key.startswith("__") and not key.startswith("_abc_"):
                     yield Change((*place, Step("attribute", key)), now, old, functools.partial(_set, kind, key))
         for place, owner, name, old in self._slots:
@@ -187,7 +187,7 @@ class Copies:
                 yield Change(place, now, old, functools.partial(setattr, cell, "cell_contents"))
 
     def restore(self) -> None:
-        """Takes back what the run has changed."""
+        """Undoes the run's changes."""
         for change in list(self.changes()):
             change.restore(change.before)
         for _, value, before in self._memories.values():
@@ -204,7 +204,7 @@ class Copies:
         self.restore_parts()
 
     def restore_parts(self) -> None:
-        """Takes back what the run has changed of modules, parameters, buffers and hooks, and forgets them."""
+        """Undoes changes of submodules, parameters, buffers and hooks, and drops their copies."""
         for now, before in (*self._parts, *self._hooks):
             if not has_same_parts(now, before):
                 refill(now, before)
@@ -240,14 +240,6 @@ def _untraced() -> Iterator[None]:
     """Lets PyTorch compute in the context, although a run is traced."""
     with torch._C.DisableTorchFunction(), _disable_current_modes():
         yield
-
-
-def in_cell(cell: Any) -> Any:
-    """Returns what a cell of a closure holds; :data:`~.places.MISSING` if nothing was assigned yet."""
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return MISSING
 
 
 def _assign(values: dict[str, Any], key: str, value: Any) -> None:

@@ -13,7 +13,7 @@ __all__ = ["LIBRARIES", "globals_of", "imports_of", "is_users", "names_of"]
 LIBRARIES = frozenset({"torch", "numpy", "sympy", "ort_trainer", "torchgen", "functorch", "_pytest", "pluggy"})
 """Libraries whose settings are not watched; pytest rewrites assertions so that they read its own state."""
 _NOT_USERS = sys.stdlib_module_names | LIBRARIES
-# With these, code finds attributes and global variables by their names in texts.
+# With these, code looks up attributes and global variables by strings.
 _BY_NAME = frozenset({"getattr", "hasattr", "setattr", "attrgetter", "vars", "__dict__", "globals"})
 
 
@@ -37,15 +37,17 @@ def names_of(code: types.CodeType) -> frozenset[str]:
 @functools.lru_cache(maxsize=4096)
 def globals_of(code: types.CodeType) -> frozenset[str]:
     """Returns the names in code that are global variables; slow."""
-    instructions = dis.get_instructions(code)
-    own = {found.argval for found in instructions if "GLOBAL" in found.opname or found.opname == "LOAD_NAME"}
-    return frozenset(own).union(_texts(code, {"globals"}), *map(globals_of, _inner(code)))
+    names = {
+        each.argval for each in dis.get_instructions(code) if "GLOBAL" in each.opname or each.opname == "LOAD_NAME"
+    }
+    return frozenset(names).union(_texts(code, {"globals"}), *map(globals_of, _inner(code)))
 
 
 @functools.lru_cache(maxsize=4096)
 def _imported(code: types.CodeType) -> frozenset[str]:
-    own = {found.argval for found in dis.get_instructions(code) if found.opname.startswith("IMPORT_")}
-    return frozenset(own).union(*map(_imported, _inner(code)))
+    """Returns the names in import statements of code, and of the functions in it."""
+    names = {each.argval for each in dis.get_instructions(code) if each.opname.startswith("IMPORT_")}
+    return frozenset(names).union(*map(_imported, _inner(code)))
 
 
 def imports_of(function: types.FunctionType) -> frozenset[str]:
@@ -53,9 +55,9 @@ def imports_of(function: types.FunctionType) -> frozenset[str]:
     package = str(function.__globals__.get("__package__") or "")
     names = names_of(function.__code__)
     if not any(name in sys.modules or f"{package}.{name}" in sys.modules for name in names):
-        return frozenset()  # without a look at each instruction
-    found = {full for name in _imported(function.__code__) for full in (name, f"{package}.{name}") if is_users(full)}
-    return frozenset(found & sys.modules.keys())
+        return frozenset()  # saves disassembling the code
+    modules = {full for name in _imported(function.__code__) for full in (name, f"{package}.{name}") if is_users(full)}
+    return frozenset(modules & sys.modules.keys())
 
 
 def _inner(code: types.CodeType) -> Iterator[types.CodeType]:
@@ -63,7 +65,7 @@ def _inner(code: types.CodeType) -> Iterator[types.CodeType]:
 
 
 def _texts(code: types.CodeType, functions: frozenset[str] | set[str]) -> frozenset[str]:
-    """Returns the texts in code that may be names, if it names one of some functions."""
+    """Returns the strings in code that may be names, if the code names any of some functions; otherwise nothing."""
     if functions.isdisjoint(code.co_names):
         return frozenset()
     return frozenset(text for text in code.co_consts if isinstance(text, str) and text.isidentifier())

@@ -1,4 +1,4 @@
-"""The contents of containers, without what their own classes do: a dict may make an object at each access."""
+"""Reads and writes containers by their built-in base class: a user's subclass may run code at each access."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Generators of random numbers: their states, which tell whether a run has drawn, and which are put back."""
+"""Generators of random numbers: whether a run has drawn from them, and how their states are restored."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def name_of(generator: Any) -> str:
 
 
 def state_of(generator: Any) -> Any:
-    """Returns a generator's state, which its numbers follow from."""
+    """Returns a generator's state, which determines its next numbers."""
     if isinstance(generator, random.Random):
         return generator.getstate()
     if hasattr(generator, "get_state"):
@@ -39,7 +39,7 @@ def has_drawn(generator: Any, state: Any) -> bool:
 
 
 def put_back(generator: Any, state: Any) -> None:
-    """Gives a generator the state that it had, unless it is one of the process, from which other threads draw, too."""
+    """Restores a generator's state, unless it is a global one, from which other threads draw, too."""
     if name_of(generator) or not has_drawn(generator, state):
         return
     if isinstance(generator, random.Random):

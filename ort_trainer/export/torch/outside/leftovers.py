@@ -1,4 +1,4 @@
-"""What a run leaves outside tensors, written down as JSON values, so that it can be left again after each run."""
+"""What a run leaves outside tensors, encoded as JSON values, so that it can be left again after each run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from .places import MISSING, Place, read, write
 __all__ = ["Code", "Leftovers", "decode", "encode"]
 
 Code = list[Any]
-"""A kind, and what belongs to it: ``plain`` and a value, ``tensor`` and a number, ``place`` and a place, and so on."""
+"""A kind, and what belongs to it: ``plain`` and a value, ``tensor`` and a number, ``place`` and a place, and so on.
+``["list", [["plain", 1], ["tensor", 0]]]`` is a list of the number 1 and the run's first tensor."""
 
 _SEQUENCES: dict[str, Any] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
 _DICTS: dict[str, Any] = {"dict": dict, "OrderedDict": OrderedDict}
@@ -53,16 +54,16 @@ class Leftovers:
                 root.left[place] = value
 
 
-def encode(value: Any, tensors: list[torch.Tensor], known: Mapping[int, Place]) -> Code:
+def encode(value: Any, tensors: list[torch.Tensor], places: Mapping[int, Place]) -> Code:
     """Returns a value as JSON values.
 
     Args:
         value: The value.
         tensors: Receives the tensors in it.
-        known: Places of objects that existed before, by ``id``.
+        places: Places of objects that existed before, by ``id``.
 
     Raises:
-        TypeError: If it can't be written down; the text says what it is.
+        TypeError: If JSON can't express it; the message names the kind of value.
     """
     if value is MISSING:
         return ["missing"]
@@ -70,30 +71,30 @@ def encode(value: Any, tensors: list[torch.Tensor], known: Mapping[int, Place]) 
         return ["expression", value.expression]
     if value is None or type(value) in (bool, int, float, str):
         return ["plain", value]
-    if id(value) in known:
-        return ["place", known[id(value)]]
+    if id(value) in places:
+        return ["place", places[id(value)]]
     if isinstance(value, torch.Tensor):
         if all(value is not other for other in tensors):
             tensors.append(value)
         return ["tensor", next(at for at, other in enumerate(tensors) if other is value)]
     if isinstance(value, (torch.SymInt, torch.SymFloat)):
-        if isinstance(value, torch.SymInt) and value.node.maybe_as_int() is not None:  # one that is fixed
+        if isinstance(value, torch.SymInt) and value.node.maybe_as_int() is not None:  # the model has fixed it
             return ["plain", int(value)]
         dtype = torch.int64 if isinstance(value, torch.SymInt) else torch.float64
         tensors.append(torch.scalar_tensor(value, dtype=dtype))  # type: ignore[arg-type]
         return ["number", len(tensors) - 1]
     name = type(value).__name__
     if type(value) is deque:
-        return ["deque", value.maxlen, [encode(part, tensors, known) for part in value]]
+        return ["deque", value.maxlen, [encode(part, tensors, places) for part in value]]
     if _SEQUENCES.get(name) is type(value):
-        return [name, [encode(part, tensors, known) for part in value]]
+        return [name, [encode(part, tensors, places) for part in value]]
     if _DICTS.get(name) is type(value) or type(value) is defaultdict:
-        pairs = [[encode(k, tensors, known), encode(v, tensors, known)] for k, v in value.items()]
-        return ["dict", name, pairs, encode(getattr(value, "default_factory", None), tensors, known)]
+        pairs = [[encode(k, tensors, places), encode(v, tensors, places)] for k, v in value.items()]
+        return ["dict", name, pairs, encode(getattr(value, "default_factory", None), tensors, places)]
     if isinstance(value, torch.dtype):
         return ["dtype", str(value).removeprefix("torch.")]
     if isinstance(value, torch.Size):
-        return ["size", [encode(part, tensors, known) for part in value]]
+        return ["size", [encode(part, tensors, places) for part in value]]
     if isinstance(value, numpy.generic) and not value.dtype.hasobject:
         return ["numpy", str(value.dtype), value.item()]
     if isinstance(value, type):
@@ -102,21 +103,21 @@ def encode(value: Any, tensors: list[torch.Tensor], known: Mapping[int, Place]) 
         is_member = value.name in type(value).__members__  # not so a combination of flags
         return ["enum", *_path_of(type(value)), value.name if is_member else value.value]
     if hasattr(type(value), "n_sequence_fields"):  # what torch.max and others return
-        return ["sequence", *_path_of(type(value)), [encode(part, tensors, known) for part in value]]
+        return ["sequence", *_path_of(type(value)), [encode(part, tensors, places) for part in value]]
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return ["named", *_path_of(type(value)), [encode(part, tensors, known) for part in value]]
+        return ["named", *_path_of(type(value)), [encode(part, tensors, places) for part in value]]
     attributes = getattr(value, "__dict__", None)
     opaque = isinstance(value, (tuple, list, set, deque, nn.Module, types.ModuleType)) or callable(value)
     if opaque or not isinstance(attributes, dict):
         raise TypeError(f"an object of the class {type(value).__qualname__}")
-    parts = [[key, encode(part, tensors, known)] for key, part in attributes.items()]
+    parts = [[key, encode(part, tensors, places)] for key, part in attributes.items()]
     items = copied(value).items() if isinstance(value, dict) else ()
-    entries = [[encode(key, tensors, known), encode(part, tensors, known)] for key, part in items]
+    entries = [[encode(key, tensors, places), encode(part, tensors, places)] for key, part in items]
     return ["object", *_path_of(type(value)), parts, entries]
 
 
 def decode(code: Code, tensors: Sequence[torch.Tensor], root: Any) -> Any:
-    """Returns the value that :func:`encode` has written down.
+    """Returns the value that :func:`encode` has encoded.
 
     Args:
         code: Its result.
@@ -169,12 +170,13 @@ def decode(code: Code, tensors: Sequence[torch.Tensor], root: Any) -> Any:
 
 
 def _path_of(kind: type) -> tuple[str, str]:
+    """Returns the module and the qualified name of a class; raises ``TypeError`` if they lead to another object."""
     path = kind.__module__, kind.__qualname__
     try:
-        found = _at_path(*path)
+        at_path = _at_path(*path)
     except (AttributeError, KeyError):
-        found = None
-    if found is not kind:
+        at_path = None
+    if at_path is not kind:
         raise TypeError(f"an object of the class {kind.__qualname__}, which is not at the top of its file,")
     return path
 

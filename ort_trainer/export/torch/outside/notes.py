@@ -24,10 +24,10 @@ class Notes:
         tensors: Name of an input of the graph that counts as a buffer -> the place of the tensor.
         scalars: Name of such an input -> the expression that is its value, and its dtype.
         leftovers: What each run leaves. Its tensors are the last results of the graph.
-        tables: Places where a run leaves a tensor that depends on sizes alone, as a mask that is made when it is first
-            needed: what a run has left there counts as what was there before.
-        settled: A place in ``reads`` -> what a run leaves there, with which it is the same graph.
-        result: What a module returns, with the other results of its graph; None if it can't be written down.
+        tables: Places where a run leaves a tensor that depends on sizes alone, such as a mask that is made when it is
+            first needed: what a run has left there counts as what was there before.
+        settled: A place in ``reads`` -> what a run leaves there, for which the graph is the same.
+        result: The module's return value, encoded; None if it can't be encoded.
     """
 
     reads: tuple[Place, ...] = ()
@@ -44,20 +44,20 @@ class Notes:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, said: Any) -> Notes:
+    def from_json(cls, fields: Any) -> Notes:
         """Returns the notes from :meth:`to_json`, perhaps after a way through JSON text."""
-        left = said["leftovers"]
+        left = fields["leftovers"]
         return cls(
-            tuple(map(_place, said["reads"])),
-            tuple((expression, result) for expression, result in said["conditions"]),
-            {name: _place(place) for name, place in said["tensors"].items()},
-            {name: (expression, dtype) for name, (expression, dtype) in said["scalars"].items()},
+            tuple(map(_place, fields["reads"])),
+            tuple((expression, result) for expression, result in fields["conditions"]),
+            {name: _place(place) for name, place in fields["tensors"].items()},
+            {name: (expression, dtype) for name, (expression, dtype) in fields["scalars"].items()},
             Leftovers(tuple((_place(place), code) for place, code in left["writes"]), left["tensors"]),
-            said["result"],
-            tuple(map(_place, said["tables"])),
-            tuple((_place(place), value) for place, value in said["settled"]),
+            fields["result"],
+            tuple(map(_place, fields["tables"])),
+            tuple((_place(place), value) for place, value in fields["settled"]),
         )
 
 
-def _place(said: Any) -> Place:
-    return tuple(Step(kind, key) for kind, key in said)
+def _place(steps: Any) -> Place:
+    return tuple(Step(kind, key) for kind, key in steps)

@@ -1,10 +1,10 @@
-"""Numbers that change from run to run: during a capture an object stands in for each, and notes what is done with it.
+"""Numbers that change from run to run: during a capture, an object stands in for each and records how it is used.
 
 Strings among the arguments of a call are treated alike, as many are not used at all, such as the names of files.
 
-What is computed from such a number outside tensors is an expression, which is evaluated again for each run. In the
+Arithmetic on such a number outside tensors becomes an expression, which is evaluated again for each run. In the
 arithmetic of tensors, or as the rate of a dropout (``rates.py``), the expression is an input of the graph. A comparison
-becomes a condition of the graph. Whatever else is done with the number ties the graph to its value.
+becomes a condition of the graph. Any other use ties the graph to the number's value.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def text_of(expression: Expression) -> str:
 
 
 class Uses:
-    """What a run has done with its numbers.
+    """How a run has used its numbers.
 
     Attributes:
         conditions: Comparisons, each with its result.
@@ -119,7 +119,8 @@ class Uses:
 class Number:
     """Stands for a number during a run.
 
-    It passes as an int or a float, but is none: C code that takes numbers would read the value without a trace.
+    ``isinstance`` takes it for an int or a float, but it does not derive from them: C code that takes numbers would
+    read the value without a trace.
 
     Args:
         value: The number now.
@@ -170,8 +171,8 @@ class Number:
             at, name, dropout = DROPOUTS[function]
             rate = args[at] if len(args) > at else kwargs.get(name)
             if type(rate) is Number:
-                given = {key: _plain(value) for key, value in kwargs.items() if key != name}
-                return dropout(rate, *map(_plain, args[:at] + args[at + 1 :]), **given)
+                keywords = {key: _plain(value) for key, value in kwargs.items() if key != name}
+                return dropout(rate, *map(_plain, args[:at] + args[at + 1 :]), **keywords)
         for name in ("other", "exponent"):  # the second operand, as a keyword
             if type(kwargs.get(name)) is Number and len(args) == 1:
                 args, kwargs = (*args, kwargs[name]), {key: value for key, value in kwargs.items() if key != name}
@@ -182,7 +183,8 @@ class Number:
         )
         if function in _OF_TENSORS and tensors and not whole and not any(isinstance(n.value, bool) for n in numbers):
             converted = [value.uses.scalar(value) if type(value) is Number else value for value in args]
-            if not any(tensor.dim() for tensor in tensors):  # among these, the larger dtype counts, but not a number's
+            # A tensor without dimensions promotes others without dimensions; the number that it stands for does not.
+            if not any(tensor.dim() for tensor in tensors):
                 dtype = functools.reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
                 converted = [value.to(dtype) for value in converted]
         else:
@@ -191,7 +193,7 @@ class Number:
 
 
 class Growing:
-    """Stands for a list to which a run appends; whatever else is done with it ties the graph to what the list holds.
+    """Stands for a list to which a run appends; any other use ties the graph to the list's contents.
 
     Args:
         value: The list.
@@ -243,6 +245,7 @@ class Growing:
 
 
 def _plain(value: Any) -> Any:
+    """Returns a value with plain numbers and lists in place of stand-ins, on whose values the run then depends."""
     if type(value) is Number:
         return value.fixed()
     if type(value) is Growing:
@@ -253,6 +256,7 @@ def _plain(value: Any) -> Any:
 
 
 def _operand(value: Any) -> tuple[Any, Expression] | None:
+    """Returns the value and the expression of an operand; None if it is not a number."""
     if type(value) is Number:
         return value.value, value.expression
     return (value, ["is", value]) if type(value) in (int, float, bool) else None
@@ -284,6 +288,8 @@ def _compared(name: str, mine: Number, other: Any) -> Any:
 
 
 def _define() -> None:
+    """Adds the arithmetic operators and comparisons to :class:`Number`."""
+
     def method(function: Callable[..., Any], name: str) -> Any:
         return lambda *operands: function(name, *operands)
 

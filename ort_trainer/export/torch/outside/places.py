@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from .containers import copied, refill
 
-__all__ = ["MISSING", "Place", "Step", "attributes_of", "described", "of_class", "read", "write"]
+__all__ = ["MISSING", "Place", "Step", "attributes_of", "described", "in_cell", "of_class", "read", "write"]
 
 
 class _Missing:
@@ -43,6 +43,8 @@ class Step(NamedTuple):
 
 
 Place = tuple[Step, ...]
+"""``("get", "model"), ("get", "layer"), ("attribute", "cache"), ("entry", 0)`` is the first entry of the dict
+``model.layer.cache``."""
 
 
 def of_class(kind: type, name: str) -> Any:
@@ -50,10 +52,11 @@ def of_class(kind: type, name: str) -> Any:
     return next((vars(base)[name] for base in kind.__mro__ if name in vars(base)), MISSING)
 
 
-def _in_cell(function: Any, index: int) -> Any:
+def in_cell(cell: Any) -> Any:
+    """Returns what a cell of a closure holds, or :data:`MISSING` if nothing was assigned yet."""
     try:
-        return function.__closure__[index].cell_contents
-    except ValueError:  # not assigned yet
+        return cell.cell_contents
+    except ValueError:
         return MISSING
 
 
@@ -78,7 +81,7 @@ _READ: dict[str, Callable[[Any, Any], Any]] = {
     "referent": lambda reference, _: reference(),
     "class": lambda owner, name: of_class(type(owner), name),
     "global": lambda function, name: function.__globals__.get(name, MISSING),
-    "cell": _in_cell,
+    "cell": lambda function, index: in_cell(function.__closure__[index]),
     "item": _in_sequence,
     "entry": _in_dict,
     "key": lambda owner, key: owner.get(key, MISSING),

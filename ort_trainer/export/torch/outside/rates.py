@@ -1,7 +1,7 @@
 """Dropout whose rate changes from step to step, as the operator ``ort_trainer::dropout``, which takes it as a tensor.
 
-It draws what dropout of a fixed rate draws. Rates of 0 and 1, for which PyTorch draws nothing, and wrong ones tie the
-graph to their value.
+It draws what dropout of a fixed rate draws. Rates of 0 and 1, for which PyTorch draws nothing, and invalid rates tie
+the graph to their value.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import torch.nn.functional as F
 
 __all__ = ["DROPOUTS"]
 
-# Of the activation SELU: what alpha dropout puts in place of elements is its least value, -alpha.
+# Alpha dropout replaces elements by the least value of the activation SELU, -scale * alpha = -1.0507 * 1.6733
+# (Klambauer et al., Self-Normalizing Neural Networks, 2017).
 _ALPHA = 1.7580993408473766
 
 
@@ -31,6 +32,7 @@ def _dropout(plain: Callable[..., Any], in_place: bool, p: Any, value: torch.Ten
     # As for a fixed rate, only the ordinary dropout may have faster masks than PyTorch's.
     dropped, mask = torch.ops.ort_trainer.dropout(noise, p.uses.scalar(kept), plain is torch.dropout)
     if alpha:
+        # The affine map that restores zero mean and unit variance, with kept = 1 - p (the same paper).
         scale = ((_ALPHA**2 * p + 1) * kept) ** -0.5
         mask = mask.to(value.dtype)
         dropped = value * (mask * scale) + ((mask - 1) * (_ALPHA * scale) + _ALPHA * scale * p)
@@ -50,14 +52,14 @@ def _attention(
     enable_gqa: bool = False,
 ) -> torch.Tensor:
     """Stands for ``scaled_dot_product_attention``: PyTorch's formula, with dropout on its weights."""
-    given: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
+    settings: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
     # In half precision PyTorch rounds elsewhere than in the weights.
     half = query.dtype.itemsize < 4 or torch.is_autocast_enabled(query.device.type)
     if half or not 0 < p < 1:
-        return F.scaled_dot_product_attention(query, key, value, attn_mask, p.fixed(), **given)
+        return F.scaled_dot_product_attention(query, key, value, attn_mask, p.fixed(), **settings)
     if attn_mask is not None and attn_mask.dtype is torch.bool:
         attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill(~attn_mask, -torch.inf)
-    _, weights = torch.ops.aten._scaled_dot_product_attention_math(query, key, value, attn_mask, 0.0, **given)
+    _, weights = torch.ops.aten._scaled_dot_product_attention_math(query, key, value, attn_mask, 0.0, **settings)
     if enable_gqa:
         value = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
     return torch.dropout(weights, p, True) @ value
@@ -71,4 +73,4 @@ DROPOUTS: dict[Any, tuple[int, str, Callable[..., torch.Tensor]]] = {
         for plain in (getattr(torch, name), getattr(torch, f"{name}_"))
     },
 }
-"""Function -> position and name of its rate, and what stands for it if that is a number that changes."""
+"""Function -> position and name of its rate, and the function that replaces it if the rate changes."""

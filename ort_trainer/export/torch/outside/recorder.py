@@ -1,10 +1,10 @@
 """Records what a run of a model and its loss reads outside tensors, and what it leaves there.
 
-A read is found in two ways. Attributes of modules and of other objects are recorded as they are read: for the time of
-the run, their classes get a ``__getattribute__`` that takes notes. Global variables, variables of closures and defaults
-can't be watched in Python, so those that the code of a function names are recorded when the function is first met.
+Attributes of modules and of other objects are recorded as they are read: during the run, their classes have a
+``__getattribute__`` that takes notes. Python has no way to watch global variables, variables of closures and defaults,
+so those that the code of a function names are recorded when the function is first met.
 
-What was left is found by comparison with copies (``changes.py``).
+What the run leaves is found by comparison with copies (``changes.py``).
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ import torch
 from torch import nn
 
 from ....core.errors import ExportError
-from .changes import HOOKS, OF_EVERY_MODULE, Copies, WritesToParameters, in_cell
+from .changes import HOOKS, OF_EVERY_MODULE, Copies, WritesToParameters
 from .code import LIBRARIES, globals_of, imports_of, is_users, names_of
 from .containers import CHANGEABLE, copied, has_same_parts
 from .generators import is_generator
 from .leftovers import Code, Leftovers, encode
 from .notes import Notes
 from .numbers import Expression, Growing, Number, Uses, places_of, text_of
-from .places import MISSING, Place, Step, attributes_of, described, of_class, read, write
+from .places import MISSING, Place, Step, attributes_of, described, in_cell, of_class, read, write
 from .values import CONTAINERS, MEMORIES, VIEWS, frozen, is_plain, is_watched, parts_of
 
 __all__ = ["Pair", "Recorder"]
@@ -51,7 +51,7 @@ _CALLED_ON_CLASSES = frozenset(
 _NOT_CALLED = frozenset({"__init__", "__new__", "__init_subclass__", "__post_init__", "__del__", "__repr__", "__str__"})
 _NOT_CALLED |= {"__reduce__", "__reduce_ex__", "__getstate__", "__setstate__", "__copy__", "__deepcopy__", "__dir__"}
 _NOT_CALLED |= {"__getattribute__"}
-# Objects that can't be watched, so all that they hold counts as read.
+# Objects that can't be watched, so all of their attributes count as read.
 _NAMESPACES = (types.SimpleNamespace, threading.local)
 # Kinds of steps to what can be replaced for a run.
 _REPLACEABLE = frozenset({"attribute", "global", "cell", "item", "entry", "key"})
@@ -85,19 +85,19 @@ class Recorder:
         numbers: Places of numbers that change from run to run.
         tables: Places where runs leave tables that depend on sizes alone, and what was there before: the run begins
             with that.
-        settings: Places and values with which the run begins, too: what a former run has set or found there.
+        settings: Places and values with which the run begins, too: what a former run has set or read there.
         apart: Likewise, places and what :meth:`apart` has returned for them.
 
     Attributes:
         reads: The places that the run has read, in order, with their values.
         tensors: Tensors at these places that are not the modules' own, by ``id``, each with its place.
-        numbers: As given; more can be added before a run.
+        numbers: The argument; more can be added before a run.
         uses: What the run has done with the numbers.
         aliases: Pairs of places that hold one object.
-        kept_apart: As given.
+        kept_apart: The argument ``apart``.
         modes: The modules, by ``id``, whose attribute ``training`` the run has read.
         leftovers: What the last run has left.
-        result: What a module returns; None if it can't be written down.
+        result: The module's return value, encoded; None if it can't be encoded.
     """
 
     def __init__(
@@ -121,27 +121,29 @@ class Recorder:
         self.reads: dict[Place, Any] = {}
         self.tensors: dict[int, tuple[torch.Tensor, Place]] = {}
         self.modes: dict[int, nn.Module] = {}
-        self._met: dict[int, tuple[Any, Place]] = {}
-        self._seen: set[tuple[int, str]] = set()
-        self._classes: dict[type, Any] = {}
-        self.uses = Uses()
-        self._copies = Copies()
-        self._numbers: dict[Place, Any] = {}
-        self._stood_in: set[Place] = set()
-        self._growing: dict[Place, Growing] = {}
-        self._grown: set[Place] = set()
-        self._counted: set[Place] = set()
-        self._begun_with: dict[Place, Any] = {}
-        self._settled: dict[Place, Any] = {}
-        self._values: set[Place] = set()
-        self._listed: set[Place] = set()
-        self._foreign: set[int] = set()
-        self._left: dict[Place, Any] = {}
         self.aliases: dict[tuple[Place, Place], None] = {}
-        self._of_classes: set[tuple[int, str]] = set()
-        self._places_of_classes: dict[int, Place] = {}
-        self._names: set[str] = set()
+        self.uses = Uses()
+        # What the run has met, so that it is recorded once.
+        self._met: dict[int, tuple[Any, Place]] = {}  # id of an object -> the object, and its first place
+        self._seen: set[tuple[int, str]] = set()  # ids of objects, with attributes that were read of them
+        self._foreign: set[int] = set()  # ids of modules that are not parts of the model
+        self._of_classes: set[tuple[int, str]] = set()  # ids of classes and Python modules, with attributes recorded
+        self._places_of_classes: dict[int, Place] = {}  # id of a class -> its first place
+        self._names: set[str] = set()  # names of globals and attributes in the code of all functions
         self._iterators: list[Place] = []
+        self._values: set[Place] = set()  # of tensors whose numbers were read
+        self._listed: set[Place] = set()  # of the __dict__s whose keys were read
+        # What is replaced for the time of the run.
+        self._classes: dict[type, Any] = {}  # class -> its own __getattribute__, or MISSING
+        self._begun_with: dict[Place, Any] = {}  # what tables, settings and copies have replaced
+        self._numbers: dict[Place, Any] = {}  # the numbers and lists that stand-ins have replaced
+        self._growing: dict[Place, Growing] = {}  # the stand-ins for lists
+        # What the run changes.
+        self._copies = Copies()
+        self._left: dict[Place, Any] = {}
+        self._grown: set[Place] = set()  # of lists without a stand-in to which the run has appended
+        self._counted: set[Place] = set()  # of numbers in containers that the run has replaced
+        self._settled: dict[Place, Any] = {}  # settings with which a second run has left the same
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -157,11 +159,9 @@ class Recorder:
             value = read(self._root, place)
             if type(value) in (int, float, str):
                 self._numbers[place] = value
-                self._stood_in.add(place)
                 write(self._root, place, Number(value, ["at", place], self.uses))
             elif type(value) is list:
                 self._numbers[place] = value
-                self._stood_in.add(place)
                 self._growing[place] = Growing(value, place, self.uses)
                 write(self._root, place, self._growing[place])
         self._watch_class(nn.Module)
@@ -185,7 +185,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def with_backward_pass(self) -> Iterator[None]:
-        """Lets the last run in the context last until its end, as its backward pass reads outside, too.
+        """Extends the last run in the context to the context's end, as its backward pass reads outside, too.
 
         Raises:
             ExportError: If the backward pass has changed something there.
@@ -194,8 +194,8 @@ class Recorder:
         try:
             yield
             for change in self._copies.changes():
-                known = self._left.get(change.place, MISSING)
-                is_same = has_same_parts(change.now, known) if isinstance(known, CHANGEABLE) else change.now is known
+                left = self._left.get(change.place, MISSING)
+                is_same = has_same_parts(change.now, left) if isinstance(left, CHANGEABLE) else change.now is left
                 if not is_same:
                     raise ExportError(
                         f"the backward pass changes {described(change.place)!r}, in an autograd.Function or a hook, "
@@ -208,38 +208,38 @@ class Recorder:
     def _end(self) -> None:
         if self._is_running:
             self._is_running = False
-            for kind, own in self._classes.items():
-                _unwatch(kind, own)
+            for kind, replaced in self._classes.items():
+                _unwatch(kind, replaced)
             self._restore()
 
     def leave(self, strict: bool) -> tuple[torch.Tensor, ...]:
-        """Returns the tensors that the run has left outside, which are to be further results of it.
+        """Returns the tensors that the run has left outside, as its further results.
 
         Args:
-            strict: Whether what can't be left by a graph is an error.
+            strict: Whether to raise an error for a value that a graph can't leave, instead of ignoring it.
 
         Raises:
-            ExportError: If something was left that can't be written down.
+            ExportError: If the run leaves a value that can't be encoded.
         """
         self._refuse_what_no_graph_does()
         flags = self._flags_of_hooks()
-        found = (change for change in self._copies.changes() if change.place not in flags)
-        changes = [(change.place, change.now, change.before) for change in found]
+        recorded = (change for change in self._copies.changes() if change.place not in flags)
+        changes = [(change.place, change.now, change.before) for change in recorded]
         self._left = {place: copied(now) if place[-1].kind == "contents" else now for place, now, _ in changes}
         tensors: list[torch.Tensor] = []
-        known = self._known()
+        places = self._places_by_id()
         writes = []
         changes += [((*place, Step("end", "")), growing.added, []) for place, growing in self._growing.items()]
-        # Lists that grow come last, whether objects stand in for them or not: all runs leave tensors in one order.
+        # Lists that grow come last, with or without a stand-in, so that all runs leave tensors in the same order.
         changes.sort(key=lambda change: described(change[0]) if _is_growth(*change) else "")
         for place, now, before in changes:
             if place[-1].kind == "end" and not now:
                 continue
             if (is_plain(now) or _holds_plain_parts(now)) and frozen(now) == frozen(before):
                 continue
-            others = known
-            if place[-1].kind == "contents":  # of a container that is at its place already
-                others = {key: other for key, other in known.items() if key != id(now)}
+            others = places
+            if place[-1].kind == "contents":  # the container itself stays at its place, so its parts are encoded
+                others = {key: other for key, other in places.items() if key != id(now)}
                 if _is_growth(place, now, before) and place[:-1] in self.reads:
                     self._grown.add(place[:-1])
                 elif place[:-1] in self.reads:
@@ -258,6 +258,7 @@ class Recorder:
         return tuple(tensors)
 
     def _refuse_what_no_graph_does(self) -> None:
+        """Raises an error for changes of arrays, reads of iterators, and random numbers that are not PyTorch's."""
         for place in self._copies.changed_memory():
             raise ExportError(
                 f"the run changes {described(place)!r}, an array or a context variable, which a graph can't do: keep a "
@@ -275,12 +276,12 @@ class Recorder:
             )
 
     def _flags_of_hooks(self) -> set[Place]:
-        """Returns the attributes that say that the run has made its hooks: they aren't left, as hooks aren't.
+        """Returns the attributes by which a model remembers that it has registered its hooks.
 
-        Hooks that a first run makes are made anew in each capture, as each begins without them.
+        They are not left, as the hooks are not: each capture begins without both, so the model registers them again.
 
         Raises:
-            ExportError: If the run has made anything else, or hooks without such an attribute, so in every run.
+            ExportError: If the run has made other parts, or hooks without such an attribute, as then every run does.
         """
         flags: set[Place] = set()
         if self._copies.has_other_hooks:
@@ -294,63 +295,64 @@ class Recorder:
         return flags
 
     def replaced(self) -> dict[Place, Any]:
-        """Returns what was at the places that the run has changed so far; another run can begin with it."""
+        """Returns the former values at the places that the run has changed so far; another run can begin with them."""
         return {change.place: change.before for change in self._copies.changes()}
 
     def written(self, result: Any) -> tuple[torch.Tensor, ...]:
-        """Writes down what a module returns, in :attr:`result`, and returns the tensors in it.
+        """Encodes a module's return value, in :attr:`result`, and returns the tensors in it.
 
         Raises:
-            TypeError: If it can't be written down.
+            TypeError: If it can't be encoded.
         """
         tensors: list[torch.Tensor] = []
-        self.result = encode(result, tensors, self._known())
+        self.result = encode(result, tensors, self._places_by_id())
         return tuple(tensors)
 
     def value_read(self, tensor: torch.Tensor) -> None:
-        """Ties the graph to the numbers in a tensor from outside; if it is computed, in all that were met before."""
-        found = [place for known, place in self.outside().values() if known is tensor]
-        self._values.update(found or (place for _, place in self.outside().values()))
-        if not found:
+        """Ties the graph to the numbers in a tensor from outside; for a computed tensor, in all tensors met so far."""
+        places = [place for other, place in self.outside().values() if other is tensor]
+        self._values.update(places or (place for _, place in self.outside().values()))
+        if not places:
             for expression, _ in self.uses.scalars:
                 self.uses.fixed.update(places_of(expression))
 
-    def _known(self) -> dict[int, Place]:
+    def _places_by_id(self) -> dict[int, Place]:
+        """Returns the places of all objects and tensors that the run has met."""
         return {key: place for key, (_, place) in (*self._met.items(), *self.tensors.items())}
 
     def counters(self) -> set[Place]:
         """Returns the places of numbers that the run has read and replaced, and of lists to which it has appended."""
-        found = self._grown - self.uses.fixed
-        found |= self._counted
+        counters = self._grown - self.uses.fixed
+        counters |= self._counted
         for place, code in self.leftovers.writes:
             replaced = code[0] == "plain" and type(code[1]) in (int, float)
             if replaced and type(self.reads.get(place)) in (int, float) and place not in self.uses.fixed:
-                found.add(place)
-        return found
+                counters.add(place)
+        return counters
 
     def settings(self) -> dict[Place, Any]:
-        """Returns the places that the run has read and set, as a flag that something was done; not those of numbers."""
+        """Returns the places that the run has read and set, such as a flag "initialized"; not those of numbers."""
         plain = ((place, code[1]) for place, code in self.leftovers.writes if code[0] == "plain")
         kinds = (type(None), bool, str)
         return {p: new for p, new in plain if isinstance(new, kinds) and isinstance(self.reads.get(p, ()), kinds)}
 
     def apart(self) -> dict[Place, torch.Tensor]:
-        """Returns copies of tensors that are at several places, of which the run replaces some, as in a full deque.
+        """Returns copies of tensors that are at several places, some of which the run replaces, as in a full deque.
 
-        With a copy at each further place, the run is the same, as no graph changes such tensors in place.
+        A run with a copy at each further place computes the same, as no graph changes such tensors in place.
         """
         written = {place[:-1] if place[-1].kind == "contents" else place for place, _ in self.leftovers.writes}
         outside = {id(tensor) for tensor, _ in self.outside().values()}
-        found = {}
+        copies = {}
         for pair in self.aliases:
             value, owner = read(self._root, pair[1]), read(self._root, pair[1][:-1])
             replaced = any(place in written or place[:-1] in written for place in pair)
             if replaced and id(value) in outside and pair[1][-1].kind in _REPLACEABLE and type(owner) is not tuple:
-                found[pair[1]] = value.detach().clone()
-        return found
+                copies[pair[1]] = value.detach().clone()
+        return copies
 
     def settle(self, second: Recorder) -> None:
-        """Takes the notes of a second run, which began with :meth:`settings`, if it has left the same rest."""
+        """Takes the notes of a second run, which began with :meth:`settings`, if it has left the same otherwise."""
         if second.leftovers.writes == tuple(w for w in self.leftovers.writes if w[0] not in second._settings):
             self._settled = second._settings
             for place, value in second.reads.items():
@@ -358,18 +360,18 @@ class Recorder:
 
     def outside(self) -> dict[str, tuple[torch.Tensor, Place]]:
         """Returns the tensors from outside that the run has met, with their places, by a name for each."""
-        found: dict[str, tuple[torch.Tensor, Place]] = {}
-        own = set(map(id, (*self._root.model.parameters(), *self._root.model.buffers())))
-        tensors = [entry for entry in self.tensors.values() if id(entry[0]) not in own]
+        by_name: dict[str, tuple[torch.Tensor, Place]] = {}
+        of_model = set(map(id, (*self._root.model.parameters(), *self._root.model.buffers())))
+        tensors = [entry for entry in self.tensors.values() if id(entry[0]) not in of_model]
         if isinstance(self._root.loss_fn, nn.Module):
             for path, module in self._root.loss_fn.named_modules():
                 place = tuple(Step("get", part) for part in ("loss_fn", *path.split(".")) if part)
                 for key, tensor in (*module._parameters.items(), *module._buffers.items()):
-                    if tensor is not None and id(tensor) not in own:
+                    if tensor is not None and id(tensor) not in of_model:
                         tensors.append((tensor, (*place, Step("tensor", key))))
         for tensor, place in tensors:
-            found.setdefault(described(place), (tensor, place))
-        return found
+            by_name.setdefault(described(place), (tensor, place))
+        return by_name
 
     def notes(self, used: Collection[str]) -> Notes:
         """Returns what the run has read and left.
@@ -377,7 +379,7 @@ class Recorder:
         Args:
             used: Names of the tensors and expressions that are inputs of the graph.
         """
-        numbers = {place for place in self._stood_in if place in self.reads or place[:-1] in self.reads}
+        numbers = {place for place in self._numbers if place in self.reads or place[:-1] in self.reads}
         fixed = [place for place in self.reads if place not in numbers or place in self.uses.fixed]
         kinds: list[tuple[Expression, Any]]
         kinds = [(["type", ["at", place]], type(self._numbers[place]).__name__) for place in numbers]
@@ -410,6 +412,7 @@ class Recorder:
             write(self._root, place, value)
 
     def _meet_module(self, module: nn.Module, place: Place) -> None:
+        """Takes note of a module, and copies what the run may change of it; its submodules are met separately."""
         if id(module) in self._met:
             return
         self._met[id(module)] = module, place
@@ -489,8 +492,9 @@ class Recorder:
             self.aliases[first, second] = None
 
     def _meet_object(self, value: Any, place: Place) -> None:
+        """Takes note of an object of a user's class: watches the class, or records all attributes if that fails."""
         kind = type(value)
-        # What functools.lru_cache makes, for example; an object's own __getattr__ is none of our business.
+        # Such as a function wrapped by functools.lru_cache. Statically, as a user's __getattr__ may run any code.
         wrapped = inspect.getattr_static(value, "__wrapped__", None)
         if isinstance(wrapped, types.FunctionType):
             self._meet(wrapped, (*place, Step("get", "__wrapped__")))
@@ -517,6 +521,7 @@ class Recorder:
                     self._record((*place, Step("class", name)), of_class(kind, name))
 
     def _meet_function(self, function: types.FunctionType, place: Place) -> None:
+        """Records what a function may read: its closure, defaults, globals, and the modules that it imports."""
         for at, cell in enumerate(function.__closure__ or ()):
             inner: Place = (*place, Step("cell", at))  # type: ignore[assignment]
             self._copies.add_cell(cell, inner)
@@ -585,7 +590,7 @@ class Recorder:
                         self._meet_names(value, place, names_of(code), data_only=True)
 
     def _users_bases(self, kind: type, place: Place) -> Iterator[tuple[type, Place]]:
-        """Yields the classes of a user or a library from which a class inherits, itself included, each at one place."""
+        """Yields a class and its bases, except for PyTorch's and Python's, each with the first place it was met at."""
         for at, base in enumerate(kind.__mro__):
             if is_users(base.__module__) and not issubclass(base, enum.Enum):  # which keeps combinations of flags
                 yield (
@@ -686,17 +691,17 @@ class Recorder:
             self._read(owner, name, value)
             return value
 
-        own = vars(kind).get("__getattribute__", MISSING)
+        replaced = vars(kind).get("__getattribute__", MISSING)
         try:
             kind.__getattribute__ = watched  # type: ignore[method-assign, assignment]
         except TypeError:  # of an extension
             return False
-        self._classes[kind] = own
+        self._classes[kind] = replaced
         return True
 
 
 def _is_growth(place: Place, now: Any, before: Any) -> bool:
-    """Returns whether a change is one of the contents of a list, to which something was appended."""
+    """Returns whether a change is that of a list to which the run has appended."""
     grown = type(now) is list and len(now) > len(before) and has_same_parts(now[: len(before)], before)
     return place[-1].kind == "end" or (place[-1].kind == "contents" and grown)
 
@@ -710,11 +715,11 @@ def _numbers_changed(now: Any, before: Any) -> Iterator[Step]:
                 yield Step(*step)
 
 
-def _unwatch(kind: type, own: Any) -> None:
-    if own is MISSING:
+def _unwatch(kind: type, replaced: Any) -> None:
+    if replaced is MISSING:
         del kind.__getattribute__
     else:
-        kind.__getattribute__ = own  # type: ignore[method-assign]
+        kind.__getattribute__ = replaced  # type: ignore[method-assign]
 
 
 def _holds_plain_parts(container: Any) -> bool:

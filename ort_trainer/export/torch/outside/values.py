@@ -25,7 +25,7 @@ _NUMBERS_AND_TEXTS: tuple[Any, ...] = (int, float, complex, str, bytes)
 VIEWS: tuple[Any, ...] = (type({}.keys()), type({}.values()), type({}.items()))
 """Views of a dict, which their attribute ``mapping`` shows."""
 MEMORIES = (numpy.ndarray, contextvars.ContextVar, bytearray, array.array, types.MappingProxyType, *VIEWS)
-"""Kinds of objects of which only all that they show can be compared."""
+"""Kinds of objects that can't be watched, so their whole contents are compared."""
 _OF_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 _CALLABLES = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.MethodWrapperType)
 # Of a container with more entries only the number of entries is compared: comparing all takes too long at every step.
@@ -95,6 +95,7 @@ def frozen(value: Any, depth: int = 0) -> Hashable:
 
 
 def _frozen_container(value: Any, depth: int) -> Hashable:
+    """Returns a stand-in for a container; of a large or deeply nested one, only its class and length."""
     if len(value) > _MOST_ENTRIES or depth > _DEEPEST:
         return type(value), len(value)
     if isinstance(value, dict):
@@ -126,20 +127,20 @@ class _Same:
 
 
 def parts_of(value: Any) -> Iterator[tuple[tuple[str, str | int], Any]]:
-    """Yields the parts of a container, each with the step of a place that leads to it; nothing of other values."""
+    """Yields the parts of a container, each with the step that leads to it; nothing for other values."""
     if isinstance(value, functools.partial):
         yield ("get", "func"), value.func
         yield ("get", "args"), value.args
         yield ("get", "keywords"), value.keywords
     elif isinstance(value, dict):
-        if len(value) <= _MOST_ENTRIES:  # a copy, because whoever looks at a part may change the container
+        if len(value) <= _MOST_ENTRIES:  # a copy, because the caller may change the container meanwhile
             yield from ((("entry", at), part) for at, part in enumerate(copied(value).values()))
     elif isinstance(value, (list, tuple, deque)) and len(value) <= _MOST_ENTRIES:
         yield from ((("item", at), part) for at, part in enumerate(tuple(value)))
 
 
 def memory_of(tensor: torch.Tensor) -> Hashable:
-    """Returns what tells tensors in memory apart; None for those without memory of their own."""
+    """Returns a key that only tensors on the same memory share; None for tensors without elements in memory."""
     if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized or not tensor.numel():
         return None
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype

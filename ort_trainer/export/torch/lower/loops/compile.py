@@ -34,11 +34,11 @@ from ...graph.divide import needed_for, part_of
 __all__ = ["LoopsEncoder", "divide_for_loops"]
 
 aten = torch.ops.aten
-own = torch.ops.ort_trainer
+ort_ops = torch.ops.ort_trainer
 
 _OPTIONS: dict[str, Any] = {
     "compile_threads": 1,  # this may be a forked process, and it compiles two files
-    # As many threads as PyTorch uses when the loops run; but for one, Inductor would leave out what makes several safe.
+    # As many threads as PyTorch uses when the loops run. Compiled for one, loops would lack what makes several safe.
     "cpp.dynamic_threads": True,
     "cpp.threads": max(2, os.cpu_count() or 2),
     # What several loops read is computed once, as by operators; long expressions are slow to compute again.
@@ -115,11 +115,11 @@ def divide_for_loops(
 
     Args:
         nodes: The operators.
-        apart: Those that are mostly not needed; they come last, and compiling them would take longer than they do.
-        checked: The inputs that are known to be in range where they are indices.
+        apart: Those that are rarely needed; they come last, and are not worth compiling.
+        checked: The inputs whose values are checked to be in range where they are indices.
     """
     compiled = {node: _can_be_compiled(node, checked) for node in nodes}
-    # What looks up rows by integers that the model computes does not divide the loops if it comes before all of them.
+    # Look-ups by integers that the model computes can't be compiled; ahead of all loops, they don't divide them.
     lookups = [node for node in nodes if not compiled[node] and _indices(node) and _of_integers(node)]
     ahead = needed_for(lookups) | {node for node in nodes if _draws_masks(node)}
     first = [node for node in nodes if node in ahead]
@@ -131,7 +131,8 @@ def divide_for_loops(
 
 
 def _draws_masks(node: Node) -> bool:
-    return node.target in (own.draw_unpacked.default, own.draw_unpacked.rate)
+    """Returns whether an operator samples a mask of dropout."""
+    return node.target in (ort_ops.draw_unpacked.default, ort_ops.draw_unpacked.rate)
 
 
 def _can_be_compiled(node: Node, checked: Collection[Node]) -> bool:
@@ -182,7 +183,7 @@ class LoopsEncoder:
         graph: The graph.
         sizes: Symbolic size -> an input and an axis that have it.
         orders: Value that is passed between programs -> its memory order.
-        given: What the program may take: inputs of the graph, and results of other programs.
+        available: What the program may take: inputs of the graph, and results of other programs.
 
     Attributes:
         inputs: The nodes that the program takes.
@@ -194,9 +195,9 @@ class LoopsEncoder:
         graph: torch.fx.Graph,
         sizes: Mapping[str, tuple[Node, int]],
         orders: Mapping[Node, Order],
-        given: Iterable[Node],
+        available: Iterable[Node],
     ) -> None:
-        self._graph, self._orders, self._given = graph, orders, set(given)
+        self._graph, self._orders, self._available = graph, orders, set(available)
         self._sources = {source for source, _ in sizes.values()}
         self.inputs: list[Node] = []
         self.operators: list[Node | None] = []
@@ -211,9 +212,9 @@ class LoopsEncoder:
         Raises:
             ExportError: If Inductor can't compile them.
         """
-        within = needed_for(results, self._given, sizes=True)
+        within = needed_for(results, self._available, sizes=True)
         # Loops read sizes from their inputs, too.
-        taken = self._sources | {node for node in self._given if any(user in within for user in node.users)}
+        taken = self._sources | {node for node in self._available if any(user in within for user in node.users)}
         self.inputs = [node for node in self._graph.nodes if node in taken]
         part = part_of(self._graph, within, self.inputs, results)
         (end,) = part.module.graph.find_nodes(op="output")
@@ -268,9 +269,9 @@ def _compiled(module: torch.fx.GraphModule) -> str:
 
 @contextlib.contextmanager
 def _works_in(folder: Path) -> Iterator[None]:
-    """Lets Inductor build and load its own files in a folder, which nobody else may write to.
+    """Lets Inductor build and load its own files in a folder that only this user can write to.
 
-    By default it does so in one folder per user name in the system's temporary folder, whoever has made that.
+    Its default is a folder in the system's temporary folder with the user's name, which anybody may have created.
     """
     clear_caches = torch._inductor.utils.clear_caches  # of paths in the folder that it used before
     with mock.patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=str(folder), TRITON_CACHE_DIR=str(folder)):

@@ -62,7 +62,7 @@ def _torchlib() -> _registration.ONNXRegistry:
 def _registry(revision: int) -> _registration.ONNXRegistry:
     """Returns torch.onnx's translations; those of our table take precedence."""
     registry = _registration.ONNXRegistry()
-    registry.functions = {target: [*known] for target, known in _torchlib().functions.items()}
+    registry.functions = {target: [*functions] for target, functions in _torchlib().functions.items()}
     for operator, function in translations().items():
         if function is not None:
             registry.register_op(operator, function)
@@ -92,9 +92,9 @@ def _decomposition_table(revision: int) -> dict[Operator, Callable[..., Any]]:
     for operator, decomposition in all_decompositions.items():
         if operator not in table and hasattr(operator, "_schema") and not _has_translation(operator):
             table[operator] = decomposition
-    for operator, own in decompositions().items():
-        if own is not None:
-            table[operator] = own
+    for operator, replacement in decompositions().items():
+        if replacement is not None:
+            table[operator] = replacement
         else:
             table.pop(operator, None)
     return table
@@ -148,12 +148,12 @@ def to_onnx(
     _rename(model, [name for _, name in inputs], [name for _, name in results])
     WidenInterfacePass()(model)
     _fit(model, results[0][0].meta["val"].device.type)
-    found = _operators(model, module.graph)
-    for made in model.graph.all_nodes():
-        made.metadata_props.clear()
-        made.meta.clear()  # torch.onnx keeps the whole captured graph alive here
+    operator_of = _operators(model, module.graph)
+    for onnx_node in model.graph.all_nodes():
+        onnx_node.metadata_props.clear()
+        onnx_node.meta.clear()  # torch.onnx keeps the whole captured graph alive here
     model.graph.metadata_props.clear()
-    return model, found
+    return model, operator_of
 
 
 def _translate(module: torch.fx.GraphModule, results: Sequence[torch.fx.Node]) -> ir.Model:
@@ -219,9 +219,9 @@ def _explain(error: Exception, graph: torch.fx.Graph) -> str:
                 f"the graph can't be translated to ONNX: {node.target} gives complex numbers, which ONNX lacks; "
                 f"compute with their real and imaginary parts: {source_line(node)}"
             )
-    found = re.search(r"translating node %(\w+)", str(error))
+    match = re.search(r"translating node %(\w+)", str(error))
     for node in graph.nodes:
-        if found is not None and node.name == found[1]:
+        if match is not None and node.name == match[1]:
             cause: BaseException = error
             while cause.__cause__ is not None:
                 cause = cause.__cause__
@@ -287,6 +287,7 @@ def _lift_zero_dimensional(graph: torch.fx.Graph) -> None:
 
 
 def _has_dimension(node: torch.fx.Node) -> bool:
+    """Returns whether an operator works along a dimension that an argument chooses."""
     if not isinstance(node.target, torch._ops.OpOverload) or not node.args or node.target in _VIEWS:
         return False
     arguments = arguments_of(node)
@@ -303,6 +304,7 @@ def _is_number(value: object) -> bool:
 
 
 def _lift(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
+    """Gives an operator one-element vectors, and removes the dimension from its results."""
     with graph.inserting_before(node):
         for place, argument in enumerate(node.args):
             if _is_number(argument):
@@ -344,6 +346,7 @@ def _name_nodes(model: ir.Model, operators: Mapping[str, str]) -> None:
 
 
 def _rename(model: ir.Model, inputs: Sequence[str], outputs: Sequence[str]) -> None:
+    """Gives the inputs and outputs of a model their names, and all other values names that differ from these."""
     graph = model.graph
     named = {id(value): name for value, name in zip(graph.inputs, inputs, strict=True)}
     named |= {id(value): name for value, name in zip(graph.outputs, outputs, strict=True)}
@@ -362,8 +365,8 @@ def _rename(model: ir.Model, inputs: Sequence[str], outputs: Sequence[str]) -> N
 
 def _operator_of(node: ir.Node) -> str:
     """Returns the name of the operator in the captured graph that a node was translated from; "" if there is none."""
-    found = re.match(r"%(\w+)", node.metadata_props.get("pkg.torch.onnx.fx_node", ""))
-    return "" if found is None else found[1]
+    match = re.match(r"%(\w+)", node.metadata_props.get("pkg.torch.onnx.fx_node", ""))
+    return "" if match is None else match[1]
 
 
 def _fit(model: ir.Model, device: str) -> None:
@@ -387,16 +390,16 @@ def _operators(model: ir.Model, graph: torch.fx.Graph) -> dict[str, list[torch.f
     one that computed its input.
     """
     operators = {node.name: node for node in graph.nodes}
-    found: dict[ir.Node, torch.fx.Node | None] = {}
+    origins: dict[ir.Node, torch.fx.Node | None] = {}
     nodes = list(model.graph.all_nodes())
     for node in nodes:
-        found[node] = operators.get(_operator_of(node))
+        origins[node] = operators.get(_operator_of(node))
     for node in reversed(nodes):
-        if found[node] is None:
+        if origins[node] is None:
             users = (user for value in node.outputs for user, _ in value.uses())
-            found[node] = next((found[user] for user in users if found.get(user) is not None), None)
+            origins[node] = next((origins[user] for user in users if origins.get(user) is not None), None)
     for node in nodes:
-        if found[node] is None:
+        if origins[node] is None:
             makers = (value.producer() for value in node.inputs if value is not None)
-            found[node] = next((found[maker] for maker in makers if maker and found.get(maker) is not None), None)
-    return {str(node.name): [operator] for node, operator in found.items()}
+            origins[node] = next((origins[maker] for maker in makers if maker and origins.get(maker) is not None), None)
+    return {str(node.name): [operator] for node, operator in origins.items()}

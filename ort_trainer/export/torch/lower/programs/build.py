@@ -80,23 +80,23 @@ class ProgramBuilder:
     def _assign_results(self) -> dict[Node, str]:
         """Returns the nodes that a program returns as an output of the model, each under one name."""
         produced = {node for program in self._programs for node in program}
-        found: dict[Node, str] = {}
+        results: dict[Node, str] = {}
         for node, name in self._named.results:
-            if node not in found and base_of(node) in produced:
-                found[node] = name
-        return found
+            if node not in results and base_of(node) in produced:
+                results[node] = name
+        return results
 
     def _coming_out(self, results: Mapping[Node, str]) -> list[list[Node]]:
         """Returns what each program returns to later ones or to the caller, which may be views of what it computes."""
         # A result with a second name (the gradient of two biases that are added) is copied after all programs.
         later = {base_of(node) for node, name in self._named.results if results.get(node) != name}
-        found: list[list[Node]] = []
+        outputs: list[list[Node]] = []
         for program in reversed(self._programs):
             within = set(program)
-            found.append([node for node in program if node in later or node in results])
-            found[-1] += [node for node in results if node not in within and base_of(node) in within]
+            outputs.append([node for node in program if node in later or node in results])
+            outputs[-1] += [node for node in results if node not in within and base_of(node) in within]
             later |= {base_of(node) for node in used_by(program)}
-        return found[::-1]
+        return outputs[::-1]
 
     def _add(self, nodes: Sequence[Node], results: Sequence[Node], names: Mapping[Node, str]) -> None:
         """Adds the node of a program."""

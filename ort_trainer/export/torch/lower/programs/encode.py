@@ -45,7 +45,7 @@ class Encoder:
         self.inputs: list[Node] = []
         self.operators: list[Node | None] = []
         self._program = Program()
-        self._places: dict[Node, dict[str, int]] = {}
+        self._places: dict[Node, dict[str, int]] = {}  # {"x": number of an input}, or {"v": number of a step}
         self._done: set[Node] = set()
 
     def write(self, nodes: Sequence[Node], results: Collection[Node]) -> Program:
@@ -75,6 +75,7 @@ class Encoder:
         return self._places[node]
 
     def _take(self, node: Node) -> int:
+        """Returns the number of the program's input that has the value of a node; adds the input on first use."""
         if node not in self._places:
             self._program.inputs.append(self._orders.get(node))
             self._places[node] = {"x": len(self.inputs)}
@@ -82,6 +83,7 @@ class Encoder:
         return self._places[node]["x"]
 
     def _step(self, node: Node) -> None:
+        """Writes an operator, so that it overwrites an operand if that is possible."""
         if node.target is operator.getitem:
             target = GETITEM
         else:
@@ -123,6 +125,7 @@ class Encoder:
         return {"v": len(self._program.steps) - 1}
 
     def _argument(self, node: Node, value: Any) -> Any:
+        """Returns an argument of an operator in the form of a program."""
         if isinstance(value, Node):
             if isinstance(value.meta.get("val"), (torch.Tensor, tuple, list)):
                 return self._place(value)
@@ -142,6 +145,7 @@ class Encoder:
         raise refuse(node, f"takes {value!r}")
 
     def _computed(self, node: Node, kind: str, expression: float | str | None) -> Any:
+        """Returns a number that a program computes from sizes; makes it read the sizes from inputs."""
         if expression is None:
             raise refuse(node, "takes a size that depends on the values of the batch")
         if not isinstance(expression, str):

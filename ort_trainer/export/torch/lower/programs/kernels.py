@@ -85,7 +85,7 @@ class ProgramKernels(Kernels):
 
 
 def _widen_interface(graph: torch.fx.Graph, inputs: Sequence[Node]) -> None:
-    """Makes bfloat16 inputs fp32 and casts them back: runs on both kinds of kernels take and return NumPy's dtypes."""
+    """Makes bfloat16 inputs fp32 and casts them back: NumPy, and so the other kind of kernels, lacks bfloat16."""
     (first, *_) = (node for node in graph.nodes if node.op != "placeholder")
     for node in inputs:
         if node.meta["val"].dtype == torch.bfloat16:

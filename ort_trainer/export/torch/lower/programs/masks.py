@@ -1,4 +1,4 @@
-"""Opens packed masks, for a graph that will be compiled to loops."""
+"""Unpacks the masks of dropout, whose words hold four elements each, for graphs that will be compiled to loops."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ...fx.values import Node, call
 __all__ = ["open_masks"]
 
 aten = torch.ops.aten
-own = torch.ops.ort_trainer
+ort_ops = torch.ops.ort_trainer
 
 
 def open_masks(graph: torch.fx.Graph) -> None:
@@ -46,11 +46,11 @@ def _masked(graph: torch.fx.Graph, value: Node, mask: Node, factor: float | Node
 
 
 _OF_MASKS: dict[Any, Any] = {
-    own.draw_mask.default: lambda graph, *args: call(graph, own.draw_unpacked.default, *args),
-    own.draw_mask.rate: lambda graph, *args: call(graph, own.draw_unpacked.rate, *args),
-    own.unpack_mask.default: lambda graph, *args: call(graph, aten.view_as.default, *args),
-    own.noise.default: _noise,
-    own.noise.rate: _noise,
-    own.apply_mask.default: _masked,
-    own.apply_mask.rate: _masked,
+    ort_ops.draw_mask.default: lambda graph, *args: call(graph, ort_ops.draw_unpacked.default, *args),
+    ort_ops.draw_mask.rate: lambda graph, *args: call(graph, ort_ops.draw_unpacked.rate, *args),
+    ort_ops.unpack_mask.default: lambda graph, *args: call(graph, aten.view_as.default, *args),
+    ort_ops.noise.default: _noise,
+    ort_ops.noise.rate: _noise,
+    ort_ops.apply_mask.default: _masked,
+    ort_ops.apply_mask.rate: _masked,
 }

@@ -43,14 +43,14 @@ def remove_padding(
         graph: The graph.
         symbols: The symbolic sizes, which get one more.
         mask: The input [batch, time] that is not zero at the places to keep.
-        seeds: All inputs but the batch. Only what depends on one of them says nothing at padded places; what depends
-            on the batch alone does, as the mask that attention adds.
+        seeds: All inputs except for the batch. Values that depend on one of them are left out at padded places. Values
+            that depend on the batch alone may matter there, such as the mask that attention adds.
 
     Returns:
         The name of the new size, with the node and the axis that have it.
 
     Raises:
-        ExportError: If the mask has not two symbolic sizes.
+        ExportError: If the mask does not have two symbolic sizes that differ.
     """
     value = mask.meta["val"]
     shape = [symbols.expression(size) for size in value.shape]
@@ -59,6 +59,7 @@ def remove_padding(
             "utils.remove_padding needs an attention mask [batch, time] of two sizes that differ, and that neither "
             f"model_desc nor the model fixes; it has {shape}"
         )
+    # The new operators work for all sizes for which the graph does, so they add no conditions on sizes.
     with value.fake_mode, value.fake_mode.shape_env.suppress_guards():
         return _Remover(graph, symbols, mask, seeds).run()
 
@@ -113,33 +114,36 @@ class _Remover:
         return {KEPT_PLACES: (self._places.rows.all_input_nodes[0], 0)}
 
     def _find_places(self) -> _Places:
+        """Inserts the operators that find the kept places, and names the symbol of their number."""
         value = self._mask.meta["val"]
-        found = self._graph.call_function(aten.nonzero.default, (self.call(aten.reshape.default, self._mask, [-1]),))
+        indices = self._graph.call_function(aten.nonzero.default, (self.call(aten.reshape.default, self._mask, [-1]),))
+        # A guess at the sample's number of kept places, for estimates of costs; torch would specialize 0 and 1.
         sample = max(2, hint(value.numel()) * 3 // 4)
         shapes, source = value.fake_mode.shape_env, ConstantSource(KEPT_PLACES)
         symbol = shapes.create_symbol(sample, source, dynamic_dim=DimDynamic.DYNAMIC)
         number = shapes.create_symintnode(symbol, hint=sample, source=source)
         self._symbols.add(KEPT_PLACES, number)
-        found.meta["val"] = value.new_empty((number, 1), dtype=torch.int64)
-        rows = self.call(aten.squeeze.dim, found, 1)
-        kept = self.call(aten.sym_size.int, found, 0)
+        indices.meta["val"] = value.new_empty((number, 1), dtype=torch.int64)
+        rows = self.call(aten.squeeze.dim, indices, 1)
+        kept = self.call(aten.sym_size.int, indices, 0)
         batch, time = (self.call(aten.sym_size.int, self._mask, axis) for axis in range(2))
         return _Places(rows, kept, batch, time, self.call(operator.mul, batch, time))
 
     def _visit(self, node: Node) -> None:
+        """Replaces an operator by one on kept places, or gives it whole tensors."""
         if not self.dependent.isdisjoint(node.all_input_nodes):
             self.dependent.add(node)
         if node.target is aten.t.default:
             (self.columns[node],) = node.all_input_nodes
-        made = self._by_places(node)
-        if made is not None:
+        for_kept = self._by_places(node)
+        if for_kept is not None:
             self._treated.add(node)
-        if made is not None and node in self.dependent:
+        if for_kept is not None and node in self.dependent:  # what depends on the batch alone may matter at padding
             if self.axes(node) or isinstance(node.meta["val"], (tuple, list)):
-                self._kept[node] = made
+                self._kept[node] = for_kept
                 self.replaced.add(node)
             else:  # a sum over all places, which is the same
-                node.replace_all_uses_with(made)
+                node.replace_all_uses_with(for_kept)
         elif isinstance(node.meta.get("val"), torch.SymInt) and (number := self._number(node.meta["val"])) is not None:
             node.replace_all_uses_with(number)
         else:
@@ -156,12 +160,13 @@ class _Remover:
 
     def _number(self, size: torch.SymInt) -> Node | None:
         """Returns a product of the mask's sizes, so that no activation is read for it; None if it is another size."""
+        # 2 * batch * time -> 2, (batch, time)
         coefficient, factors = size.node.expr.as_coeff_mul()
         sizes = (self._places.batch, self._places.time)
-        known = {symbol: node for node in sizes for symbol in self._symbols.alike(node.meta["val"])}
-        if not known.keys() >= set(factors):
+        node_of = {symbol: node for node in sizes for symbol in self._symbols.alike(node.meta["val"])}
+        if not node_of.keys() >= set(factors):
             return None
-        first, *rest = map(known.__getitem__, factors)
+        first, *rest = map(node_of.__getitem__, factors)
         return functools.reduce(functools.partial(self.call, operator.mul), [int(coefficient), *rest], first)
 
     def shape(self, node: Node) -> list[Dim | None]:
@@ -176,10 +181,12 @@ class _Remover:
             return 0
         shape = self.shape(node)
         axes = self.axes_of(shape, node in self._treated)
+        # Behind the places, only numbers and the mask's sizes: ``inner`` can't name others.
         return axes if all(isinstance(size, int) or size in self._sizes for size in shape[axes:]) else 0
 
     def axes_of(self, shape: Sequence[Dim | None], in_order: bool = True) -> int:
         """Returns how many leading sizes of a shape are those of places."""
+        # An axis of batch * time elements may also be (time, batch): the caller knows whether it is in order.
         return 2 if shape[:2] == self._sizes else int(shape[:1] == [self._total] and in_order)
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> Node:
@@ -189,22 +196,26 @@ class _Remover:
         return node
 
     def kept(self, node: Node) -> Node:
-        """Returns the kept places of a value by places."""
+        """Returns the kept places of a value by places.
+
+        The shapes are [batch, time, ...] -> [batch * time, ...] -> [kept, ...] -> [1, kept, ...].
+        """
         if node not in self._kept:
             flat = node
             if self.axes(node) == 2:
                 flat = self.call(aten.reshape.default, node, [self._places.total, *self.inner(node)])
-            found = self.call(aten.index_select.default, flat, 0, self._places.rows)
-            self._kept[node] = found if flat is node else self.call(aten.unsqueeze.default, found, 0)
+            rows = self.call(aten.index_select.default, flat, 0, self._places.rows)
+            self._kept[node] = rows if flat is node else self.call(aten.unsqueeze.default, rows, 0)
         return self._kept[node]
 
     def _restore(self, node: Node) -> Node:
+        """Returns a whole value from its kept places, with zeros at the others."""
         if node not in self._restored:
             kept, inner = self._kept[node], self.inner(node)
             zeros = self.call(aten.new_zeros.default, kept, [self._places.total, *inner])
             flat = self.call(aten.reshape.default, kept, [self._places.kept, *inner])
-            found = self.call(aten.index_copy.default, zeros, 0, self._places.rows, flat)
-            self._restored[node] = self.whole(found, inner) if self.axes(node) == 2 else found
+            restored = self.call(aten.index_copy.default, zeros, 0, self._places.rows, flat)
+            self._restored[node] = self.whole(restored, inner) if self.axes(node) == 2 else restored
         return self._restored[node]
 
     def whole(self, node: Node, inner: Sequence[Any]) -> Node:
@@ -231,6 +242,7 @@ class _Remover:
 
 
 def _pointwise(remover: _Remover, node: Node) -> Node | None:
+    """An elementwise operator, whose operands may be broadcast: along places, or along the axes behind."""
     if not is_tensor(node) or any(isinstance(value, Node) for value in node.kwargs.values()):
         return None
     axes = remover.axes_of(remover.shape(node), any(remover.axes(source) == 1 for source in node.all_input_nodes))
@@ -238,13 +250,14 @@ def _pointwise(remover: _Remover, node: Node) -> Node | None:
         return None
     operands: dict[Node, Node] = {}
     for source in filter(is_tensor, node.all_input_nodes):
-        own = [1] * (node.meta["val"].dim() - source.meta["val"].dim()) + remover.shape(source)
-        if all(size == 1 for size in own[:axes]):
+        # As broadcasting aligns shapes at the end, with leading ones.
+        shape = [1] * (node.meta["val"].dim() - source.meta["val"].dim()) + remover.shape(source)
+        if all(size == 1 for size in shape[:axes]):
             continue  # the same for all places
         if source not in remover.dependent and node in remover.dependent:
             return None  # a mask, for example, whose effect at padded places may matter
-        if axes == 2 and remover.axes_of(own) < 2:
-            source_of_all = remover.spread(source, own[2:])
+        if axes == 2 and remover.axes_of(shape) < 2:
+            source_of_all = remover.spread(source, shape[2:])
         elif remover.axes(source):
             source_of_all = source
         else:
@@ -255,6 +268,7 @@ def _pointwise(remover: _Remover, node: Node) -> Node | None:
 
 
 def _reshape(remover: _Remover, node: Node) -> Node | None:
+    """A reshape to places again: of the axes behind them, or between [batch, time, ...] and [batch * time, ...]."""
     args: Any = node.args
     source, sizes = args
     axes = remover.axes_of(remover.shape(node)) if remover.axes(source) else 0
@@ -262,6 +276,7 @@ def _reshape(remover: _Remover, node: Node) -> Node | None:
 
 
 def _expand(remover: _Remover, node: Node) -> Node | None:
+    """An expansion of axes behind the places; one that adds axes in front of them needs whole tensors."""
     args: Any = node.args
     source, sizes = args
     axes = remover.axes(source)
@@ -278,7 +293,10 @@ def _view_as(remover: _Remover, node: Node) -> Node | None:
 
 
 def _product(remover: _Remover, node: Node) -> Node | None:
-    """A product of places with weights, or of places with places, transposed, which sums over them."""
+    """A product of places with weights, (places, k) x (k, n), or the gradient of weights, (k, places) x (places, n).
+
+    The latter is a sum over places, to which padded ones, whose gradients are zero, add nothing.
+    """
     args: Any = node.args
     *bias, left, right = args
     if any(map(remover.axes, bias)):
@@ -296,7 +314,7 @@ def _separately(holds: Callable[..., bool] = lambda *_: True) -> _Rule:
     """Returns the rule of operators that treat places separately, or sum over all of them.
 
     Args:
-        holds: Whether an operator does: a function of its arguments, the number of axes of places, and that of all.
+        holds: Whether an operator does: a function of its arguments, the number of axes of places, and the rank.
     """
 
     def rule(remover: _Remover, node: Node) -> Node | None:
@@ -311,20 +329,24 @@ def _separately(holds: Callable[..., bool] = lambda *_: True) -> _Rule:
 
 
 def _along(*positions: int, added: int = 0, sums: bool = False) -> _Rule:
-    """Returns the rule of operators along axes that are no places'.
+    """Returns the rule of operators that work along axes behind those of places.
 
     Args:
         positions: The arguments that are axes, or lists of them.
-        added: How many axes more the result has.
+        added: The number of axes that the result has in addition.
         sums: Whether it may also sum over all places.
     """
 
     def holds(args: Any, axes: int, rank: int) -> bool:
-        given = [args[position] for position in positions if position < len(args)]
-        if len(given) < len(positions) or None in given:
+        dim_arguments = [args[position] for position in positions if position < len(args)]
+        if len(dim_arguments) < len(positions) or None in dim_arguments:
             return False
-        found = {int(axis) % (rank + added) for each in given for axis in (each if isinstance(each, list) else [each])}
-        return bool(found) and (min(found) >= axes or (sums and found.issuperset(range(axes))))
+        dims = {
+            int(axis) % (rank + added)
+            for each in dim_arguments
+            for axis in (each if isinstance(each, list) else [each])
+        }
+        return bool(dims) and (min(dims) >= axes or (sums and dims.issuperset(range(axes))))
 
     return _separately(holds)
 
@@ -335,6 +357,7 @@ def _normalizes(position: int) -> _Rule:
 
 
 def _part(remover: _Remover, node: Node) -> Node | None:
+    """A copy, or a slice that takes everything, is the value itself; other slices work along an axis."""
     source: Any = node.args[0]
     if remover.axes(source) and same_sizes(node.meta["val"].shape, source.meta["val"].shape):
         return remover.kept(source)
@@ -342,6 +365,7 @@ def _part(remover: _Remover, node: Node) -> Node | None:
 
 
 def _item(remover: _Remover, node: Node) -> Node | None:
+    """One of several results of an operator that was replaced."""
     args: Any = node.args
     source, place = args
     return remover.call(operator.getitem, remover.kept(source), place) if source in remover.replaced else None
@@ -356,6 +380,7 @@ _RULES: dict[Any, _Rule] = {
     aten.slice_backward.default: _part,
     aten.clone.default: _part,
     **dict.fromkeys((aten.mm.default, aten.addmm.default), _product),
+    # Elementwise operators that torch does not tag as such.
     **dict.fromkeys(
         (
             aten.detach.default,
@@ -375,6 +400,7 @@ _RULES: dict[Any, _Rule] = {
         ),
         _pointwise,
     ),
+    # Each place separately, or a sum over all of them.
     **dict.fromkeys(
         (
             aten.embedding.default,
@@ -385,6 +411,7 @@ _RULES: dict[Any, _Rule] = {
         ),
         _separately(),
     ),
+    # Along axes that are the argument of the given number.
     **dict.fromkeys(
         (
             aten.select.int,

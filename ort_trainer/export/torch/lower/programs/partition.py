@@ -87,6 +87,7 @@ def _convolution(value: Node, weight: Node, *_: Any) -> float:
 
 
 def _attention(query: Node, key: Node, *_: Any) -> float:
+    # Two products, query x key and weights x value, each of 2 * (batch * heads * time * width) * time operations.
     return 4.0 * number_of_elements(query.meta["val"]) * hint(key.meta["val"].shape[-2])
 
 
@@ -97,6 +98,7 @@ _COUNTS: dict[Any, Callable[..., float]] = {
     aten.baddbmm.default: lambda _, left, right, *rest: product_flops(left, right),
     torch.ops.ort_trainer.linear.default: _linear,
     aten.convolution.default: _convolution,
+    # Of a convolution, the gradients of input and weight; of attention, five products instead of two.
     aten.convolution_backward.default: lambda _, value, weight, *rest: 2 * _convolution(value, weight),
     aten._scaled_dot_product_flash_attention_for_cpu.default: _attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default: lambda _, q, k, *rest: 2.5 * _attention(q, k),
@@ -104,13 +106,13 @@ _COUNTS: dict[Any, Callable[..., float]] = {
 
 
 def used_by(nodes: Iterable[Node]) -> set[Node]:
-    """Returns what nodes take; for views, also what they are views of."""
-    found: set[Node] = set()
+    """Returns the operands of nodes; for views among them, also their bases."""
+    used: set[Node] = set()
     pending = [argument for node in nodes for argument in node.all_input_nodes]
     while pending:
         node = pending.pop()
-        if node not in found:
-            found.add(node)
+        if node not in used:
+            used.add(node)
             if is_view(node):
                 pending += node.all_input_nodes
-    return found
+    return used

@@ -76,6 +76,7 @@ def find_reuse(node: Node, is_free: Callable[[Node], bool]) -> Reuse | None:
 
 
 def _is_alike(operand: Node, result: torch.Tensor) -> bool:
+    """Returns whether an operand fills its memory and has the dtype, sizes and strides of the result."""
     value = operand.meta["val"]
     return (
         isinstance(value, torch.Tensor)
@@ -93,7 +94,7 @@ def _overloads(operator: torch._ops.OpOverload) -> tuple[tuple[str, str] | None,
 
     The former only counts if it has a kernel of its own: otherwise it would compute a new tensor and copy it.
     """
-    given = [(argument.name, str(argument.type)) for argument in operator._schema.arguments]
+    signature = [(argument.name, str(argument.type)) for argument in operator._schema.arguments]
     packet = operator.overloadpacket
     out: tuple[str, str] | None = None
     for name in packet.overloads():
@@ -101,7 +102,7 @@ def _overloads(operator: torch._ops.OpOverload) -> tuple[tuple[str, str] | None,
         arguments = overload._schema.arguments
         written = [argument.name for argument in arguments if argument.is_out]
         others = [(argument.name, str(argument.type)) for argument in arguments if not argument.is_out]
-        if len(written) == 1 and others == given and _has_kernel(overload.name(), "CPU"):
+        if len(written) == 1 and others == signature and _has_kernel(overload.name(), "CPU"):
             out = str(overload), written[0]
     changing = None
     if operator.namespace == "aten":

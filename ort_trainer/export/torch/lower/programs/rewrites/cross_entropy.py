@@ -16,7 +16,7 @@ def fuse_cross_entropy(graph: torch.fx.Graph) -> None:
 
     The first one is a matrix as large as the logits, all zeros but for one number per row; fused, it is never made.
     """
-    own = torch.ops.ort_trainer.cross_entropy_backward.default
+    fused = torch.ops.ort_trainer.cross_entropy_backward.default
     for node in list(graph.nodes):
         if node.target is not aten._log_softmax_backward_data.default:
             continue
@@ -28,6 +28,6 @@ def fuse_cross_entropy(graph: torch.fx.Graph) -> None:
         if scores is not output or weight is not None or fake.dim() != 2 or axis not in (1, -1) or fake.dtype != dtype:
             continue
         with graph.inserting_before(node):
-            new = graph.call_function(own, (gradient, output, target, reduction, ignored, total))
+            new = graph.call_function(fused, (gradient, output, target, reduction, ignored, total))
         new.meta.update(node.meta)
         node.replace_all_uses_with(new)

@@ -51,20 +51,20 @@ def fuse_gelu(graph: torch.fx.Graph) -> None:
         if node.target is not aten.mul.Tensor:
             continue
         for approximation, form in _FORMS:
-            found: dict[str, torch.fx.Node] = {}
-            if not _matches(node, form, found) or found[_X].meta["val"].dtype not in _DTYPES:
+            operands: dict[str, torch.fx.Node] = {}
+            if not _matches(node, form, operands) or operands[_X].meta["val"].dtype not in _DTYPES:
                 continue
             with graph.inserting_before(node):
-                new = graph.call_function(aten.gelu.default, (found[_X],), {"approximate": approximation})
+                new = graph.call_function(aten.gelu.default, (operands[_X],), {"approximate": approximation})
             new.meta.update(node.meta)
             node.replace_all_uses_with(new)
             break
 
 
-def _matches(value: Any, form: Any, found: dict[str, torch.fx.Node]) -> bool:
-    """Returns whether a value is computed by a formula; stores the node that stands for x in ``found``."""
+def _matches(value: Any, form: Any, bindings: dict[str, torch.fx.Node]) -> bool:
+    """Returns whether a value is computed by a formula; stores the node that stands for x in ``bindings``."""
     if form is _X:
-        return isinstance(value, torch.fx.Node) and found.setdefault(_X, value) is value
+        return isinstance(value, torch.fx.Node) and bindings.setdefault(_X, value) is value
     if isinstance(form, (int, float)):
         return isinstance(value, (int, float)) and math.isclose(value, form, rel_tol=1e-7)
     kind, *operands = form
@@ -72,8 +72,8 @@ def _matches(value: Any, form: Any, found: dict[str, torch.fx.Node]) -> bool:
         return False
     orders = [operands, operands[::-1]] if kind in ("mul", "add") else [operands]
     for order in orders:
-        trial = dict(found)
+        trial = dict(bindings)
         if len(value.args) == len(order) and all(map(lambda a, o: _matches(a, o, trial), value.args, order)):
-            found.update(trial)
+            bindings.update(trial)
             return True
     return False

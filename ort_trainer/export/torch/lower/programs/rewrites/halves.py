@@ -96,9 +96,10 @@ class _Widener:
             self._graph.erase_node(node)
 
     def _widened(self, node: Node, position: int) -> Node:
-        known = self._wide.get(node)
-        if known is not None and position - known[0] < _NEAR:
-            return known[1]
+        """Returns the fp32 copy of a value: the last one, unless it was made long before."""
+        recent = self._wide.get(node)
+        if recent is not None and position - recent[0] < _NEAR:
+            return recent[1]
         if node.target in _WHOLE:
             base = self._widened(node.all_input_nodes[0], position)
             wide = self._wide_call(node.target, (base, *node.args[1:]), node.kwargs, node)

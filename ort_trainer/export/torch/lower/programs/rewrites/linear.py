@@ -52,6 +52,7 @@ def use_onednn(graph: torch.fx.Graph) -> None:
 
 
 def _transposed(graph: torch.fx.Graph, node: torch.fx.Node) -> torch.fx.Node:
+    """Returns the transpose of a matrix; for a transpose, the matrix itself."""
     if node.target is aten.t.default:
         source = node.args[0]
         assert isinstance(source, torch.fx.Node)

@@ -64,6 +64,7 @@ def fuse_linear_cross_entropy(graph: torch.fx.Graph, unfetched: Collection[int] 
 
 
 def _match(backward: Node, unfetched: Collection[Node]) -> _Loss | None:
+    """Returns the cross entropy of a linear layer that a gradient belongs to; None if nothing of it can be fused."""
     gradient, scores, labels, weight, reduction, ignored, total = backward.args
     assert isinstance(scores, Node) and isinstance(gradient, Node) and isinstance(total, Node)
     forward, value = total.all_input_nodes[0], scores.meta["val"]
@@ -71,8 +72,12 @@ def _match(backward: Node, unfetched: Collection[Node]) -> _Loss | None:
         return None
     if value.dtype != torch.float32 or size_in_bytes(value) < _WORTH_IT or forward in needed_for([gradient]):
         return None
-    known = (scores, labels, None, reduction, ignored)
-    if forward.target is not aten.nll_loss_forward.default or forward.args != known or set(total.users) != {backward}:
+    expected = (scores, labels, None, reduction, ignored)
+    if (
+        forward.target is not aten.nll_loss_forward.default
+        or forward.args != expected
+        or set(total.users) != {backward}
+    ):
         return None
     of_scores = list(backward.users)
     if [user.target for user in of_scores] != [aten._log_softmax_backward_data.default]:
@@ -86,7 +91,7 @@ def _match(backward: Node, unfetched: Collection[Node]) -> _Loss | None:
 
 
 def _back(value: Any, user: Node, unfetched: Collection[Node]) -> Node | None:
-    """Returns the product of which a value is a reshaped or cast copy that nothing else reads."""
+    """Returns the product behind casts and reshapes of its result, if nothing else reads these; otherwise None."""
     while isinstance(value, Node):
         if any(reader is not user and not _only_returned(value, reader, unfetched) for reader in _readers(value)):
             return None
@@ -111,7 +116,7 @@ def _readers(node: Node) -> Iterator[Node]:
 
 
 def _with_gradients(loss: _Loss, gradient: Node) -> _Loss | None:
-    """Finds the gradients that are computed from that of the logits; returns None if anything else is."""
+    """Adds the product's gradients to a loss; returns None if the logits' gradient is used for anything else."""
     *_, hidden, transposed = loss.product.args
     assert isinstance(transposed, Node)
     weight = transposed.args[0]
@@ -135,29 +140,30 @@ def _with_gradients(loss: _Loss, gradient: Node) -> _Loss | None:
 
 
 def _fuse(graph: torch.fx.Graph, loss: _Loss) -> None:
+    """Replaces the loss and the gradients of the product's operands by the results of one operator."""
     *bias, hidden, transposed = loss.product.args
     gradient, _, labels, _, reduction, ignored, _ = loss.backward.args
     assert isinstance(transposed, Node) and isinstance(hidden, Node)
     weight = transposed.args[0]
-    wanted = [made is not None for made in (loss.of_hidden, loss.of_weight, loss.of_bias)]
+    wanted = [result is not None for result in (loss.of_hidden, loss.of_weight, loss.of_bias)]
     arguments = (hidden, weight, bias[0] if bias else None, labels, gradient, reduction, ignored, wanted)
     (value,) = (user for user in loss.forward.users if user.args[1] == 0)
     results = [value, loss.of_hidden, loss.of_weight, loss.of_bias]
     with graph.inserting_before(loss.backward):
         fused = graph.call_function(torch.ops.ort_trainer.linear_cross_entropy.default, arguments)
         fused.meta.update(loss.product.meta)
-        fused.meta["val"] = [None if made is None else made.meta["val"] for made in results]
-        for index, made in enumerate(results):
-            if made is None:
+        fused.meta["val"] = [None if result is None else result.meta["val"] for result in results]
+        for index, result in enumerate(results):
+            if result is None:
                 continue
             part = graph.call_function(operator.getitem, (fused, index))
-            part.meta.update({**loss.product.meta, "val": made.meta["val"]})
-            if made is loss.of_bias:  # a sum keeps the dimension, mostly
-                part.meta["val"] = made.meta["val"].reshape(-1)
-                part = graph.call_function(aten.view.default, (part, list(made.meta["val"].shape)))
-                part.meta.update({**loss.product.meta, "val": made.meta["val"]})
-            made.replace_all_uses_with(part)
-    # What reads the loss, and stands before the operator that now computes it, moves behind that.
+            part.meta.update({**loss.product.meta, "val": result.meta["val"]})
+            if result is loss.of_bias:  # mostly a sum with keepdim, (1, classes); the fused operator gives (classes,)
+                part.meta["val"] = result.meta["val"].reshape(-1)
+                part = graph.call_function(aten.view.default, (part, list(result.meta["val"].shape)))
+                part.meta.update({**loss.product.meta, "val": result.meta["val"]})
+            result.replace_all_uses_with(part)
+    # The operator that now computes the loss stands in the backward pass: what reads the loss moves behind it.
     late = {*fused.users}
     for node in list(graph.nodes):
         if node is fused:
