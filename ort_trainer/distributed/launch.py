@@ -26,7 +26,7 @@ from ..train.transaction import outside_inference_mode
 if TYPE_CHECKING:
     from .processes import Processes
 
-__all__ = ["Place", "find_place", "launch"]
+__all__ = ["Rank", "find_place", "launch"]
 
 
 class _Variables(NamedTuple):
@@ -68,7 +68,7 @@ _shared: dict[tuple[Any, str, float], Processes] = {}
 
 
 @dataclass(frozen=True)
-class Place:
+class Rank:
     """The rank of this process.
 
     Attributes:
@@ -133,7 +133,7 @@ def launch(
         raise
 
 
-def find_place(options: ORTTrainerOptions) -> Place:
+def find_place(options: ORTTrainerOptions) -> Rank:
     """Returns the place, from the process group or else from the environment; does not join a group.
 
     Args:
@@ -162,7 +162,7 @@ def find_place(options: ORTTrainerOptions) -> Place:
     return replace(place, local_rank=local_rank)
 
 
-def _choose_strategy(options: ORTTrainerOptions, device: torch.device, place: Place) -> Strategy:
+def _choose_strategy(options: ORTTrainerOptions, device: torch.device, place: Rank) -> Strategy:
     """Returns the strategy for the processes; joins the launcher's process group, unless the script has joined it.
 
     Args:
@@ -199,14 +199,14 @@ def _choose_strategy(options: ORTTrainerOptions, device: torch.device, place: Pl
     return strategy(processes, int(distributed.bucket_cap_mb * 2**20), reduction)
 
 
-def _actual_place() -> Place:
+def _actual_place() -> Rank:
     """Returns the place, ignoring the options."""
     names = _launcher()
     if dist.is_available() and dist.is_initialized():
-        return Place(dist.get_rank(), dist.get_world_size(), _number(names.local_rank), _GROUP, names)
+        return Rank(dist.get_rank(), dist.get_world_size(), _number(names.local_rank), _GROUP, names)
     rank, size = _number(names.rank), _number(names.size, 1)
     if (rank is None and size is None) or (names is not _TORCHRUN and size == 1):
-        return Place()
+        return Rank()
     if rank is None or size is None:
         there, missing = (names.size, names.rank) if rank is None else (names.rank, names.size)
         raise ValueError(
@@ -215,7 +215,7 @@ def _actual_place() -> Place:
         )
     if rank >= size:
         raise ValueError(f"the environment variable {names.rank} is {rank}, but it must be below {names.size}, {size}")
-    return Place(rank, size, _number(names.local_rank), _ENVIRONMENT, names)
+    return Rank(rank, size, _number(names.local_rank), _ENVIRONMENT, names)
 
 
 def _launcher() -> _Variables:
@@ -239,7 +239,7 @@ def _number(name: str, least: int = 0) -> int | None:
     return int(text)
 
 
-def _disagree(key: str, value: int, actual: int, place: Place) -> NoReturn:
+def _disagree(key: str, value: int, actual: int, place: Rank) -> NoReturn:
     """Raises a ValueError for an option that differs from the actual value."""
     if not place.source:
         count = value if key in ("world_size", "data_parallel_size") else "N"
@@ -258,7 +258,7 @@ def _disagree(key: str, value: int, actual: int, place: Place) -> NoReturn:
     )
 
 
-def _join(place: Place, device: torch.device, timeout: float) -> None:
+def _join(place: Rank, device: torch.device, timeout: float) -> None:
     """Joins the default group of the launched processes, and leaves it when Python exits."""
     names, missing = place.variables, [name for name in _MASTER if name not in os.environ]
     if place.size == 1 and (missing or not dist.is_available()):

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Builder",
     "Layouts",
-    "Memory",
+    "ModelMemory",
     "ModelSource",
     "Named",
     "autocast_dtype",
@@ -85,7 +85,7 @@ class ModelSource(ABC):
     saved: Named
     non_persistent: Named
     trainable: list[str]
-    memory: Memory
+    memory: ModelMemory
 
     @property
     @abstractmethod
@@ -221,7 +221,7 @@ class ModelSource(ABC):
         """
 
 
-class Memory:
+class ModelMemory:
     """The tensors that a trainer works on: by default, copies of the model's.
 
     Args:

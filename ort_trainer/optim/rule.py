@@ -11,7 +11,7 @@ import torch
 
 from .parts import Parts
 
-__all__ = ["RULES", "Nodes", "ParameterBatch", "ParameterNodes", "Rule", "by_count"]
+__all__ = ["RULES", "NodeWriter", "ParameterBatch", "ParameterNodes", "Rule", "by_count"]
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -125,7 +125,7 @@ class ParameterNodes:
     hyper: Mapping[str, Any]
 
 
-class Nodes(Protocol):
+class NodeWriter(Protocol):
     """Writes a rule as ONNX nodes. Values are ``onnx_ir`` values."""
 
     def op(self, op_type: str, *inputs: Any, **attributes: Any) -> Any:
@@ -175,7 +175,7 @@ class Rule(ABC):
         """Updates parameters once, in place, with their state tensors and counts."""
 
     @abstractmethod
-    def nodes(self, nodes: Nodes, parameter: ParameterNodes) -> tuple[Any, Mapping[str, Any]]:
+    def nodes(self, nodes: NodeWriter, parameter: ParameterNodes) -> tuple[Any, Mapping[str, Any]]:
         """Writes the update as ONNX nodes, with few operations on whole tensors: scalars are combined first.
 
         The new value of a tensor may overwrite the old one in memory, so every node that reads the old value must run

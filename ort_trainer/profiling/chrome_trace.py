@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core.atomic import atomic_path
-from ..step.origins import Place, parent_of
+from ..step.origins import Origin, parent_of
 from .figures import GraphOrigins, MeasuredStep
 from .timing import TimedRun
 
@@ -89,11 +89,11 @@ def _run_events(run: TimedRun, origins: GraphOrigins) -> Iterator[dict[str, Any]
         yield _event(operation.name, "operator", operation.start, end, track, arguments)
 
 
-def _pass(place: Place) -> str:
+def _pass(place: Origin) -> str:
     return "backward" if place.backward else "forward"
 
 
-def _scopes(place: Place | None) -> list[str]:
+def _scopes(place: Origin | None) -> list[str]:
     """Returns the scopes around a place, outermost first: the pass, and the paths of the modules."""
     if place is None:
         return []

@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-__all__ = ["LOSS", "Origins", "Place", "parent_of"]
+__all__ = ["LOSS", "Origin", "Origins", "parent_of"]
 
 LOSS = "(loss)"
 """Stands for the path of the loss function, and of code outside the model's modules."""
@@ -19,7 +19,7 @@ _UNKNOWN = -1
 
 
 @dataclass(frozen=True)
-class Place:
+class Origin:
     """The place in the model where something is computed.
 
     Attributes:
@@ -46,7 +46,7 @@ class Origins:
         self._renamed: dict[str, str | None] = {}
 
     @classmethod
-    def of(cls, places: Mapping[str, Sequence[Place | None]], modules: Sequence[tuple[str, str]]) -> Origins:
+    def of(cls, places: Mapping[str, Sequence[Origin | None]], modules: Sequence[tuple[str, str]]) -> Origins:
         """Returns the origins of nodes.
 
         Args:
@@ -61,7 +61,7 @@ class Origins:
         numbers = {path: 2 * index for index, (path, _) in enumerate(kept)}
 
         @functools.cache  # a graph has far more nodes than places
-        def number(place: Place | None) -> int:
+        def number(place: Origin | None) -> int:
             return _UNKNOWN if place is None else numbers[place.module] + place.backward
 
         return cls(kept, {name: [number(place) for place in several] for name, several in places.items()})
@@ -75,7 +75,7 @@ class Origins:
         """Returns the origins as text."""
         return json.dumps({"modules": self.modules, "nodes": self._nodes}, separators=(",", ":"))
 
-    def place(self, node: str, step: int = 0) -> Place | None:
+    def place(self, node: str, step: int = 0) -> Origin | None:
         """Returns the place of a node, or of one of its steps; None if unknown.
 
         Args:
@@ -85,7 +85,7 @@ class Origins:
         """
         name = node if node in self._nodes else self._known_within(node)
         number = _UNKNOWN if name is None else self._nodes[name][step]
-        return None if number == _UNKNOWN else Place(self.modules[number // 2][0], bool(number % 2))
+        return None if number == _UNKNOWN else Origin(self.modules[number // 2][0], bool(number % 2))
 
     def _known_within(self, node: str) -> str | None:
         """Returns the longest name of a node that another name contains; None if there is none."""

@@ -18,7 +18,7 @@ from onnxruntime.capi import _pybind_state
 
 from ort_trainer import DistributedError, ORTTrainer, ORTTrainerOptions, optim
 from ort_trainer.compat.options import ORTTrainerOptions as OldOptions
-from ort_trainer.distributed.launch import Place, find_place
+from ort_trainer.distributed.launch import Rank, find_place
 from ort_trainer.engine import ort as engine
 from ort_trainer.train.strategy import Strategy
 
@@ -120,7 +120,7 @@ def test_the_launcher_of_the_script_comes_first(monkeypatch: pytest.MonkeyPatch)
 )
 def test_one_process_of_an_allocation_is_alone(monkeypatch: pytest.MonkeyPatch, variables: dict[str, Any]) -> None:
     launched(monkeypatch, **variables)
-    assert find_place(options()) == Place()
+    assert find_place(options()) == Rank()
 
 
 def test_the_group_comes_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,7 +236,7 @@ def test_the_processes_of_mpirun_meet_by_their_ranks(monkeypatch: pytest.MonkeyP
 
 def test_a_build_without_torch_distributed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "is_available", lambda: False)
-    assert find_place(options()) == Place()
+    assert find_place(options()) == Rank()
     launched(monkeypatch, RANK=0, WORLD_SIZE=2, MASTER_ADDR="127.0.0.1", MASTER_PORT=1)
     with pytest.raises(ValueError, match="WORLD_SIZE is 2, but PyTorch .* was built without torch.distributed"):
         trainer_with(options())

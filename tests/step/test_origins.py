@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from ort_trainer.step.origins import LOSS, Origins, Place, parent_of
+from ort_trainer.step.origins import LOSS, Origin, Origins, parent_of
 
 MODULES = [("", "Net"), ("first", "Linear"), ("body", "Sequential"), ("body.0", "ReLU"), (LOSS, "")]
 
 
 def origins() -> Origins:
     places = {
-        "program": [Place("body.0", False), None, Place(LOSS, True)],
-        "aten.mm.default/MatMul_6": [Place("body.0", True)],
-        "aten.mm.default/MatMul_60": [Place("", False)],
+        "program": [Origin("body.0", False), None, Origin(LOSS, True)],
+        "aten.mm.default/MatMul_6": [Origin("body.0", True)],
+        "aten.mm.default/MatMul_60": [Origin("", False)],
     }
     return Origins.of(places, MODULES)
 
@@ -19,13 +19,13 @@ def origins() -> Origins:
 def test_places_survive_as_text() -> None:
     found = Origins.from_text(origins().to_text())
     assert found.modules == (("", "Net"), ("body", "Sequential"), ("body.0", "ReLU"), (LOSS, "")), "those that occur"
-    assert [found.place("program", step) for step in range(3)] == [Place("body.0", False), None, Place(LOSS, True)]
+    assert [found.place("program", step) for step in range(3)] == [Origin("body.0", False), None, Origin(LOSS, True)]
 
 
 def test_a_node_with_a_new_name() -> None:
     found = origins()
-    assert found.place("fused aten.mm.default/MatMul_60/MatmulTransposeFusion/") == Place("", False)
-    assert found.place("aten.mm.default/MatMul_6/MatmulTransposeFusion/") == Place("body.0", True)
+    assert found.place("fused aten.mm.default/MatMul_60/MatmulTransposeFusion/") == Origin("", False)
+    assert found.place("aten.mm.default/MatMul_6/MatmulTransposeFusion/") == Origin("body.0", True)
     assert found.place("Gather_token_1") is None
 
 

@@ -20,7 +20,7 @@ from ...core.errors import ExportError, shown
 from ...step.onnx_file import TYPE, WEIGHTS
 from .classical import name_coefficients, outputs_before_maps, select_features, without_maps
 from .external_data import check_external_data
-from .memory import Memory, check_calls
+from .memory import LoadedTensors, check_calls
 from .shapes import fixed_sizes
 from .values import tensor_of
 
@@ -124,7 +124,7 @@ def _load(source: onnx.ModelProto | str | os.PathLike[str] | bytes) -> OnnxModel
     # Two copies that share the memory of their tensors: one to write again node for node, and one to run.
     file, model = ir.from_proto(proto), ir.from_proto(proto)
     check_calls(model)
-    memory = Memory(model, folder)
+    memory = LoadedTensors(model, folder)
     memory.adopt(file)
     memory.adopt(model)
     order = tuple(file.graph.initializers)

@@ -14,7 +14,7 @@ import torch
 
 from ...core.errors import ExportError, shown
 
-__all__ = ["Memory", "check_calls", "replace_tensors", "without_data"]
+__all__ = ["LoadedTensors", "check_calls", "replace_tensors", "without_data"]
 
 # NumPy's and PyTorch's limit on dimensions.
 _MOST_DIMENSIONS = 64
@@ -29,7 +29,7 @@ Range = tuple[str, int, int]
 """A file, and the offsets in bytes where a tensor begins and ends."""
 
 
-class Memory:
+class LoadedTensors:
     """Copies the tensors of a model into this process's memory, so that neither the message nor the files are needed.
 
     External data is read once: tensors with the same place in a file share memory.

@@ -17,7 +17,7 @@ from torch import nn
 from ...core.errors import ExportError
 from .joins import join_nodes
 from .load import OnnxModel, load_onnx_model
-from .plan import Graph, Step, plan_model
+from .plan import Graph, PlannedNode, plan_model
 from .registry import Operator, with_mode
 from .values import NOT_IN_NUMPY, Value, as_tensor, is_known, known_array, numbers, tensor_of
 
@@ -261,7 +261,7 @@ class _Run:
             return self.module._constants[number]
         return None
 
-    def _step(self, step: Step) -> None:
+    def _step(self, step: PlannedNode) -> None:
         """Runs a node: on known arrays if all inputs are known and the operator can, otherwise on tensors."""
         node = with_mode(step.node, self.module.training)
         inputs = [None if number is None else self.value(number) for number in step.inputs]
@@ -285,7 +285,7 @@ class _Run:
         if node.training:
             self._update(step, results)
 
-    def _update(self, step: Step, results: Sequence[Value]) -> None:
+    def _update(self, step: PlannedNode, results: Sequence[Value]) -> None:
         """Writes new running statistics into the buffers."""
         for output, index in step.for_tensors.updates.items():
             number = step.inputs[index]
@@ -293,7 +293,7 @@ class _Run:
                 # Not under no_grad(), which torch.export takes seconds to capture in a model of many norms.
                 getattr(*self.module._stored[number]).copy_(results[output].detach())
 
-    def _taken(self, step: Step, inputs: Sequence[Value]) -> list[Value]:
+    def _taken(self, step: PlannedNode, inputs: Sequence[Value]) -> list[Value]:
         """Returns the inputs in the forms that the function for tensors takes: tensors, known arrays or numbers."""
         with_tensor = any(isinstance(value, torch.Tensor) for value in inputs)
         taken: list[Value] = []

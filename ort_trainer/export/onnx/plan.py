@@ -20,11 +20,11 @@ from .memory import without_data
 from .registry import Node, Operator, attributes_of, find_operator
 from .values import torch_dtype
 
-__all__ = ["Constant", "Graph", "Plan", "Step", "plan_model"]
+__all__ = ["Constant", "Graph", "ImportPlan", "PlannedNode", "plan_model"]
 
 
 @dataclass(frozen=True)
-class Step:
+class PlannedNode:
     """A node to run. Values have numbers, which no two values of a model share.
 
     Attributes:
@@ -61,7 +61,7 @@ class Graph:
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     names: tuple[str, ...]
-    steps: tuple[Step, ...]
+    steps: tuple[PlannedNode, ...]
     outside: tuple[int, ...]
 
 
@@ -79,7 +79,7 @@ class Constant:
 
 
 @dataclass
-class Plan:
+class ImportPlan:
     """The plan of a model.
 
     Attributes:
@@ -97,7 +97,7 @@ class Plan:
     refused: Mapping[str, ExportError]
 
 
-def plan_model(model: ir.Model) -> Plan:
+def plan_model(model: ir.Model) -> ImportPlan:
     """Plans how to run a model.
 
     Raises:
@@ -121,7 +121,7 @@ def plan_model(model: ir.Model) -> Plan:
         more = f" ({others} other nodes can't be used either)" if others else ""
         raise ExportError(f"the ONNX model can't be used: {next(iter(planner.missing.values()))}{more}")
     inputs = {str(value.name): number for value, number in zip(model.graph.inputs, graph.inputs, strict=True)}
-    return Plan(graph, inputs, planner.constants, planner.dtypes, refused)
+    return ImportPlan(graph, inputs, planner.constants, planner.dtypes, refused)
 
 
 def _opsets(imports: Mapping[str, int]) -> dict[str, int]:
@@ -197,7 +197,7 @@ class _Planner:
                 except ExportError as error:
                     self.missing[self.number(value)] = error
                 inner.add(self.number(value))
-        steps: list[Step] = []
+        steps: list[PlannedNode] = []
         for node in graph:
             before = len(steps)
             try:
@@ -228,7 +228,7 @@ class _Planner:
         )
 
     def _node(
-        self, node: ir.Node, opsets: Mapping[str, int], references: Mapping[str, ir.Attr], steps: list[Step]
+        self, node: ir.Node, opsets: Mapping[str, int], references: Mapping[str, ir.Attr], steps: list[PlannedNode]
     ) -> None:
         """Appends the step of a node; none for a Constant, and several for a call of a function."""
         domain = "" if node.domain == "ai.onnx" else node.domain
@@ -263,7 +263,7 @@ class _Planner:
             raise described.error(f"it has {len(inputs)} inputs, but only {for_tensors.inputs} are supported")
         convert = _Converter(self, opsets, references).convert
         steps.append(
-            Step(
+            PlannedNode(
                 described,
                 for_tensors,
                 for_known,
@@ -274,7 +274,9 @@ class _Planner:
             )
         )
 
-    def _call(self, node: ir.Node, function: ir.Function, attributes: Mapping[str, ir.Attr], steps: list[Step]) -> None:
+    def _call(
+        self, node: ir.Node, function: ir.Function, attributes: Mapping[str, ir.Attr], steps: list[PlannedNode]
+    ) -> None:
         """Adds the steps of a function whose opset differs from the model's; the loader inlined all others."""
         # A copy for this call, so that its values have numbers of their own.
         copied = function.clone()
@@ -356,7 +358,7 @@ def _consumers(value: ir.Value) -> Iterable[str]:
         yield user.op_type
 
 
-def _uses(step: Step) -> list[int]:
+def _uses(step: PlannedNode) -> list[int]:
     """Returns the values that a step needs, including those that graphs in its attributes use."""
     used = [number for number in step.inputs if number is not None]
     for value in step.attributes.values():
@@ -365,7 +367,7 @@ def _uses(step: Step) -> list[int]:
     return used
 
 
-def _with_last_uses(steps: Sequence[Step], inner: Iterable[int]) -> Iterable[Step]:
+def _with_last_uses(steps: Sequence[PlannedNode], inner: Iterable[int]) -> Iterable[PlannedNode]:
     """Adds to each step the inner values that no later step needs, so that a run can release them."""
     remaining, done = set(inner), []
     for step in reversed(steps):

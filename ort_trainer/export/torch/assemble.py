@@ -16,7 +16,7 @@ from ...core.errors import ExportError
 from ...options import ModelDescription
 from ...step import Dim, RandomInput, Step, TensorSpec, dtype_name
 from ...step.emitter import Names
-from ...step.origins import LOSS, Origins, Place
+from ...step.origins import LOSS, Origin, Origins
 from .capture.step_module import ExportedStep
 from .graph.flat_graph import FlatGraph
 from .graph.kernels import Kernels
@@ -177,16 +177,16 @@ def _origins(found: FlatGraph, model: nn.Module, nodes: Mapping[str, Sequence[No
     return Origins.of(wanted, list(kinds.items()))
 
 
-def _places(found: FlatGraph) -> dict[Node, Place]:
+def _places(found: FlatGraph) -> dict[Node, Origin]:
     operators = [node for node in found.module.graph.nodes if node.op == "call_function"]
     first = next((index for index, node in enumerate(operators) if _starts_backward(node, found)), len(operators))
     # By their order: PyTorch's metadata may put the replacement of a backward operator in the forward pass.
     backward = set(operators[first:])
-    places: dict[Node, Place] = {}
+    places: dict[Node, Origin] = {}
     for node in operators:
         stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
         if stack:
-            places[node] = Place(_path(list(stack.values())[-1][0]), node in backward)
+            places[node] = Origin(_path(list(stack.values())[-1][0]), node in backward)
         else:  # a sum of gradients from several operators belongs where they are
             _place_beside(node, node.all_input_nodes, places, node in backward)
     for node in reversed(operators):
@@ -199,11 +199,11 @@ def _starts_backward(node: Node, found: FlatGraph) -> bool:
     return node.meta.get("partitioner_tag") == "is_backward" or found.tangent in node.all_input_nodes
 
 
-def _place_beside(node: Node, others: Iterable[Node], places: dict[Node, Place], backward: bool) -> None:
+def _place_beside(node: Node, others: Iterable[Node], places: dict[Node, Origin], backward: bool) -> None:
     """Places an operator in the innermost module that contains the others."""
     paths = [places[other].module for other in others if other in places]
     if paths:
-        places[node] = Place(_common(paths), backward)
+        places[node] = Origin(_common(paths), backward)
 
 
 def _check_guards(guards: Iterable[str]) -> None:

@@ -17,7 +17,7 @@ from ...optim import OptimizerConfig
 from ...optim.torch_optimizer import TorchOptimizerConfig
 from ...options import ModelDescription, ORTTrainerOptions
 from ...options.trainer_options import MINIMUM_OPSET
-from ..model_source import Builder, Layouts, Memory, ModelSource, Named, autocast_dtype, check_names
+from ..model_source import Builder, Layouts, ModelMemory, ModelSource, Named, autocast_dtype, check_names
 from ..nested import Layout
 from .builder import GraphBuilder
 from .capture.borrow import BORROWED
@@ -55,7 +55,7 @@ class TorchSource(ModelSource):
         self.trainable = [name for name, p in self.parameters.items() if p.requires_grad and name not in frozen]
         self._guard = Guard(model, loss_fn, self.trainable, frozen, options.utils.share_weights)
         shared_groups({**self.parameters, **self.buffers}, self.parameters)
-        self.memory = self._guard.memory or Memory(self)
+        self.memory = self._guard.memory or ModelMemory(self)
         tensors = {
             name: torch.empty_like(tensor, device="meta")
             for name, tensor in {**named, **dict(model.named_buffers(remove_duplicate=False))}.items()

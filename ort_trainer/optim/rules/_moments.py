@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..config import OptimizerConfig, flag, number
-from ..rule import Nodes, ParameterNodes
+from ..rule import NodeWriter, ParameterNodes
 
 __all__ = ["MOMENT_1", "MOMENT_2", "AdaptiveConfig", "adaptive_step"]
 
@@ -30,14 +30,14 @@ class AdaptiveConfig(OptimizerConfig):
         return number(key, value)
 
 
-def _average(nodes: Nodes, moment: Any, value: Any, decay: float) -> Any:
+def _average(nodes: NodeWriter, moment: Any, value: Any, decay: float) -> Any:
     """Writes ``decay * moment + (1 - decay) * value``."""
     kept = nodes.op("Mul", moment, nodes.number(decay, moment))
     return nodes.op("Add", kept, nodes.op("Mul", value, nodes.number(1.0 - decay, moment)))
 
 
 def adaptive_step(
-    nodes: Nodes, parameter: ParameterNodes, corrected_epsilon: bool = True
+    nodes: NodeWriter, parameter: ParameterNodes, corrected_epsilon: bool = True
 ) -> tuple[Mapping[str, Any], Any, Any]:
     """Writes the new moments, and ``m / c1 / (sqrt(v / c2) + epsilon)`` as a tensor and a scalar factor.
 

@@ -11,7 +11,7 @@ import torch
 
 from ...core.errors import shown
 from ..config import ParameterGroups, number
-from ..rule import Nodes, ParameterBatch, ParameterNodes, Rule, by_count
+from ..rule import NodeWriter, ParameterBatch, ParameterNodes, Rule, by_count
 from ._moments import MOMENT_1, MOMENT_2, AdaptiveConfig, adaptive_step
 
 __all__ = ["AdamConfig", "AdamWConfig"]
@@ -194,7 +194,7 @@ class _Adam(Rule):
                 found_inf=None,
             )
 
-    def nodes(self, nodes: Nodes, parameter: ParameterNodes) -> tuple[Any, Mapping[str, Any]]:
+    def nodes(self, nodes: NodeWriter, parameter: ParameterNodes) -> tuple[Any, Mapping[str, Any]]:
         weight, rate, hyper = parameter.weight, parameter.rate, parameter.hyper
         before = hyper["weight_decay_mode"] == AdamConfig.DecayMode.BEFORE_WEIGHT_UPDATE
         moments, step, factor = adaptive_step(nodes, parameter, corrected_epsilon=before)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..config import ParameterGroups, number
-from ..rule import Nodes, ParameterBatch, ParameterNodes, Rule
+from ..rule import NodeWriter, ParameterBatch, ParameterNodes, Rule
 from ._moments import MOMENT_1, MOMENT_2, AdaptiveConfig, adaptive_step
 
 __all__ = ["LambConfig"]
@@ -109,7 +109,7 @@ class _Lamb(Rule):
         direction = torch.div(first, denominator, out=denominator).div_(correction_1)
         return direction.add_(weight, alpha=hyper["lambda_coef"])
 
-    def nodes(self, nodes: Nodes, parameter: ParameterNodes) -> tuple[Any, Mapping[str, Any]]:
+    def nodes(self, nodes: NodeWriter, parameter: ParameterNodes) -> tuple[Any, Mapping[str, Any]]:
         weight, rate, hyper = parameter.weight, parameter.rate, parameter.hyper
         moments, direction, factor = adaptive_step(nodes, parameter)
         direction = direction if factor is None else nodes.op("Mul", direction, factor)

@@ -9,7 +9,7 @@ import torch
 
 from ...core.errors import shown
 from ..config import OptimizerConfig, ParameterGroups, number
-from ..rule import Nodes, ParameterBatch, ParameterNodes, Rule
+from ..rule import NodeWriter, ParameterBatch, ParameterNodes, Rule
 from ._moments import MOMENT_1
 
 __all__ = ["LionConfig"]
@@ -65,7 +65,7 @@ class _Lion(Rule):
             torch._foreach_mul_(batch.weights, 1.0 - batch.lr * batch.hyper["weight_decay"])
         torch._foreach_add_(batch.weights, direction, alpha=-batch.lr)
 
-    def nodes(self, nodes: Nodes, parameter: ParameterNodes) -> tuple[Any, Mapping[str, Any]]:
+    def nodes(self, nodes: NodeWriter, parameter: ParameterNodes) -> tuple[Any, Mapping[str, Any]]:
         weight, rate, hyper = parameter.weight, parameter.rate, parameter.hyper
         moment, (inner, outer) = parameter.slots[MOMENT_1], hyper["betas"]
         # The new moment is computed from the average inside the sign, so that nothing reads the old moment after it.

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..config import OptimizerConfig, ParameterGroups, flag, number
-from ..rule import Nodes, ParameterBatch, ParameterNodes, Rule, by_count
+from ..rule import NodeWriter, ParameterBatch, ParameterNodes, Rule, by_count
 
 __all__ = ["SGDConfig"]
 
@@ -116,7 +116,7 @@ class _SGD(Rule):
             step = torch._foreach_add(step, averages, alpha=hyper["momentum"]) if hyper["nesterov"] else tuple(averages)
         torch._foreach_add_(batch.weights, step, alpha=-batch.lr)
 
-    def nodes(self, nodes: Nodes, parameter: ParameterNodes) -> tuple[Any, Mapping[str, Any]]:
+    def nodes(self, nodes: NodeWriter, parameter: ParameterNodes) -> tuple[Any, Mapping[str, Any]]:
         weight, gradient, slots = parameter.weight, parameter.gradient, parameter.slots
         count, rate, hyper = parameter.count, parameter.rate, parameter.hyper
         new_slots: dict[str, Any] = {}

@@ -10,7 +10,7 @@ import torch
 
 from ....options import InputDescription, ModelDescription
 from ...nested import Layout, flatten, rebuild
-from ..outside.places import Step
+from ..outside.places import Access
 from .step_module import ExportedStep, StepModule
 
 __all__ = ["CallDescription", "CallModule", "ExportedCall"]
@@ -100,7 +100,7 @@ class CallModule(StepModule):
         super().__init__(call)
         self._args, self._kwargs = call.args, call.kwargs
         self.arguments = _Arguments(call.arguments)
-        self.recorder.numbers |= {(Step("get", "arguments"), Step("key", name)) for name in call.arguments}
+        self.recorder.numbers |= {(Access("get", "arguments"), Access("key", name)) for name in call.arguments}
 
     def run(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Runs the module."""

@@ -20,7 +20,7 @@ from ....engine.ownership import owned_dtype
 from ..outside.containers import CHANGEABLE, copied, has_same_parts
 from ..outside.notes import Notes
 from ..outside.numbers import Expression, evaluate
-from ..outside.places import MISSING, Place, Step, attributes_of, described, read
+from ..outside.places import MISSING, Access, Place, attributes_of, described, read
 from ..outside.values import CONTAINERS, MEMORIES, frozen, is_plain, parts_of
 from .condition import Condition
 
@@ -259,7 +259,7 @@ def _is_leaf(value: Any) -> bool:
     return isinstance(value, torch.Tensor) or is_plain(value)
 
 
-def _add_place(condition: Condition, owner: Any, step: Step) -> None:
+def _add_place(condition: Condition, owner: Any, step: Access) -> None:
     """Adds that a place holds the object that it holds now."""
     kind, key = step
     if owner is MISSING:

@@ -11,7 +11,7 @@ from torch import nn
 
 from ....engine.ownership import own_copies, owned_dtype, shared_groups
 from ....engine.torch_memory import freed_storages
-from ...model_source import Memory, Named
+from ...model_source import ModelMemory, Named
 from ..capture.borrow import BORROWED
 from .condition import Condition
 
@@ -23,7 +23,7 @@ class _Watch(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Place:
+class _SharedTensor:
     """Where a module keeps a tensor.
 
     Attributes:
@@ -41,7 +41,7 @@ class _Place:
     address: int
 
 
-class SharedTensors(Memory):
+class SharedTensors(ModelMemory):
     """The parameters and buffers of a module, which the trainer trains in place.
 
     Graphs are bound to addresses, so the caller must learn which tensors were given other memory from outside
@@ -58,8 +58,8 @@ class SharedTensors(Memory):
 
     def __init__(self, model: nn.Module, watch: _Watch) -> None:
         self._model, self._watch = model, watch
-        self._same: list[_Place] = []
-        self._rounded: list[_Place] = []
+        self._same: list[_SharedTensor] = []
+        self._rounded: list[_SharedTensor] = []
         self._compile()
 
     def adopt(self, device: torch.device) -> Named:
@@ -84,7 +84,7 @@ class SharedTensors(Memory):
                     named[name].data = copy
             names = {id(tensor): name for name, tensor in named.items()}
             places = [
-                _Place(names[id(tensor)], tensors, key, ours[names[id(tensor)]], tensor.data_ptr())
+                _SharedTensor(names[id(tensor)], tensors, key, ours[names[id(tensor)]], tensor.data_ptr())
                 for module in self._model.modules()
                 for tensors in (module._parameters, module._buffers)
                 for key, tensor in tensors.items()
@@ -179,7 +179,7 @@ class SharedTensors(Memory):
     def _named(self) -> dict[str, torch.Tensor]:
         return {**dict(self._model.named_parameters()), **dict(self._model.named_buffers())}
 
-    def _checked(self, place: _Place) -> torch.Tensor:
+    def _checked(self, place: _SharedTensor) -> torch.Tensor:
         """Returns the module's current tensor at a place, if the trainer can continue with it."""
         tensor, ours = place.tensors.get(place.key), place.ours
         if not isinstance(tensor, torch.Tensor):
@@ -192,7 +192,7 @@ class SharedTensors(Memory):
             self._refuse(place, f"now has shape {list(tensor.shape)} and dtype {tensor.dtype}")
         return tensor.detach()
 
-    def _refuse(self, place: _Place, change: str) -> NoReturn:
+    def _refuse(self, place: _SharedTensor, change: str) -> NoReturn:
         raise RuntimeError(
             f"{place.name!r} of {type(self._model).__name__} {change}. The trainer trains the model's own tensors: "
             "undo the change, or make the trainer with the option utils.share_weights=False, which trains copies and "

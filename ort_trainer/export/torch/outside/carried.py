@@ -12,7 +12,7 @@ from .containers import CHANGEABLE, refill
 from .leftovers import Code, decode, encode
 from .notes import Notes
 from .numbers import places_of
-from .places import Place, Step, described, read, write
+from .places import Access, Place, described, read, write
 
 __all__ = ["CarriedState"]
 
@@ -40,7 +40,7 @@ class CarriedState:
     def note(self, notes: Notes) -> None:
         """Takes the notes of an export."""
         expressions = [expression for expression, _ in (*notes.conditions, *notes.scalars.values())]
-        numbers = (tuple(Step(*step) for step in place) for each in expressions for place in places_of(each))
+        numbers = (tuple(Access(*step) for step in place) for each in expressions for place in places_of(each))
         read_places = {*notes.reads, *notes.tensors.values(), *numbers}
         self._read |= {described(place): place for place in read_places}
         for place, _ in notes.leftovers.writes:

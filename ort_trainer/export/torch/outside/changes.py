@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from .containers import CHANGEABLE, copied, has_same_parts, refill
 from .generators import has_drawn, name_of, put_back, state_of
-from .places import MISSING, Place, Step, described, in_cell
+from .places import MISSING, Access, Place, described, in_cell
 from .values import frozen
 
 __all__ = [
@@ -163,20 +163,20 @@ class Copies:
             for key in dict.fromkeys((*before, *values)):
                 now, old = values.get(key, MISSING), before.get(key, MISSING)
                 if now is not old and key not in OF_EVERY_MODULE:
-                    yield Change((*place, Step("attribute", key)), now, old, functools.partial(_assign, values, key))
+                    yield Change((*place, Access("attribute", key)), now, old, functools.partial(_assign, values, key))
         for place, kind, before in self._classes.values():
             for key in dict.fromkeys((*before, *vars(kind))):
                 now, old = vars(kind).get(key, MISSING), before.get(key, MISSING)
                 if now is not old and not key.startswith("__") and not key.startswith("_abc_"):
-                    yield Change((*place, Step("attribute", key)), now, old, functools.partial(_set, kind, key))
+                    yield Change((*place, Access("attribute", key)), now, old, functools.partial(_set, kind, key))
         for place, owner, name, old in self._slots:
             now = _slot(owner, name)
             if now is not old:
-                yield Change((*place, Step("get", name)), now, old, functools.partial(setattr, owner, name))
+                yield Change((*place, Access("get", name)), now, old, functools.partial(setattr, owner, name))
         for place, container, before in self._contents.values():
             if not has_same_parts(container, before):
                 restore = functools.partial(refill, container)
-                yield Change((*place, Step("contents", "")), container, before, restore)
+                yield Change((*place, Access("contents", "")), container, before, restore)
         for place, values, old in self._globals.values():
             name = str(place[-1].key)
             if values.get(name, MISSING) is not old:

@@ -8,7 +8,7 @@ from typing import Any
 
 from .leftovers import Code, Leftovers
 from .numbers import Expression
-from .places import Place, Step
+from .places import Access, Place
 
 __all__ = ["Notes"]
 
@@ -60,4 +60,4 @@ class Notes:
 
 
 def _place(steps: Any) -> Place:
-    return tuple(Step(kind, key) for kind, key in steps)
+    return tuple(Access(kind, key) for kind, key in steps)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from .containers import copied, refill
 
-__all__ = ["MISSING", "Place", "Step", "attributes_of", "described", "in_cell", "of_class", "read", "write"]
+__all__ = ["MISSING", "Access", "Place", "attributes_of", "described", "in_cell", "of_class", "read", "write"]
 
 
 class _Missing:
@@ -25,7 +25,7 @@ class _Missing:
 MISSING = _Missing()
 
 
-class Step(NamedTuple):
+class Access(NamedTuple):
     """One step from an owner to a value.
 
     Attributes:
@@ -42,7 +42,7 @@ class Step(NamedTuple):
     key: str | int
 
 
-Place = tuple[Step, ...]
+Place = tuple[Access, ...]
 """``("get", "model"), ("get", "layer"), ("attribute", "cache"), ("entry", 0)`` is the first entry of the dict
 ``model.layer.cache``."""
 

@@ -35,7 +35,7 @@ from .generators import is_generator
 from .leftovers import Code, Leftovers, encode
 from .notes import Notes
 from .numbers import Expression, Growing, Number, Uses, places_of, text_of
-from .places import MISSING, Place, Step, attributes_of, described, in_cell, of_class, read, write
+from .places import MISSING, Access, Place, attributes_of, described, in_cell, of_class, read, write
 from .values import CONTAINERS, MEMORIES, VIEWS, frozen, is_plain, is_watched, parts_of
 
 __all__ = ["Pair", "Recorder"]
@@ -168,11 +168,11 @@ class Recorder:
         try:
             for name, module in self._root.named_modules():
                 if name:
-                    self._meet_module(module, tuple(Step("get", part) for part in name.split(".")))
+                    self._meet_module(module, tuple(Access("get", part) for part in name.split(".")))
             for name, value in self._root.arguments.items():
-                self._record((Step("get", "arguments"), Step("key", name)), value)
+                self._record((Access("get", "arguments"), Access("key", name)), value)
             if not isinstance(self._root.loss_fn, nn.Module):
-                self._meet(self._root.loss_fn, (Step("get", "loss_fn"),))
+                self._meet(self._root.loss_fn, (Access("get", "loss_fn"),))
             parameters = [*self._root.model.parameters()]
             is_real = all(type(parameter) is nn.Parameter for parameter in parameters)  # none that stands for one
             with WritesToParameters(parameters, self._copies) if is_real else contextlib.nullcontext():
@@ -229,7 +229,7 @@ class Recorder:
         tensors: list[torch.Tensor] = []
         places = self._places_by_id()
         writes = []
-        changes += [((*place, Step("end", "")), growing.added, []) for place, growing in self._growing.items()]
+        changes += [((*place, Access("end", "")), growing.added, []) for place, growing in self._growing.items()]
         # Lists that grow come last, with or without a stand-in, so that all runs leave tensors in the same order.
         changes.sort(key=lambda change: described(change[0]) if _is_growth(*change) else "")
         for place, now, before in changes:
@@ -365,10 +365,10 @@ class Recorder:
         tensors = [entry for entry in self.tensors.values() if id(entry[0]) not in of_model]
         if isinstance(self._root.loss_fn, nn.Module):
             for path, module in self._root.loss_fn.named_modules():
-                place = tuple(Step("get", part) for part in ("loss_fn", *path.split(".")) if part)
+                place = tuple(Access("get", part) for part in ("loss_fn", *path.split(".")) if part)
                 for key, tensor in (*module._parameters.items(), *module._buffers.items()):
                     if tensor is not None and id(tensor) not in of_model:
-                        tensors.append((tensor, (*place, Step("tensor", key))))
+                        tensors.append((tensor, (*place, Access("tensor", key))))
         for tensor, place in tensors:
             by_name.setdefault(described(place), (tensor, place))
         return by_name
@@ -388,7 +388,7 @@ class Recorder:
         for place in in_containers & set(fixed):
             fixed.remove(place)
             kinds.append((["keys", place], None))
-            parts = [(*place, Step(*step)) for step, _ in parts_of(self.reads[place])]
+            parts = [(*place, Access(*step)) for step, _ in parts_of(self.reads[place])]
             fixed += [part for part in parts if part not in numbers or part in self.uses.fixed]
         kinds += [(["same", *pair], True) for pair in self.aliases]
         kinds += [(["values", place], None) for place in self._values]
@@ -419,15 +419,15 @@ class Recorder:
         values = attributes_of(module)
         self._copies.add_attributes(values, place)
         self._copies.add_parts(values)
-        for base, of_base in self._users_bases(type(module), (*place, Step("get", "__class__"))):
+        for base, of_base in self._users_bases(type(module), (*place, Access("get", "__class__"))):
             self._copies.add_class(base, of_base)
         for key, value in values.items():
             if type(value) in CONTAINERS and key not in OF_EVERY_MODULE:
-                self._copies.add_contents(value, (*place, Step("attribute", key)))
+                self._copies.add_contents(value, (*place, Access("attribute", key)))
         self._meet_special_methods(type(module), place)
         for hooks in HOOKS:
             for at, hook in enumerate(values.get(hooks, {}).values()):
-                self._meet(hook, (*place, Step("get", hooks), Step("entry", at)))
+                self._meet(hook, (*place, Access("get", hooks), Access("entry", at)))
 
     def _meet(self, value: Any, place: Place) -> None:
         """Takes note of an object that the run may read from or change."""
@@ -447,37 +447,37 @@ class Recorder:
             return
         if isinstance(value, nn.Module):  # one that is not a part of the model
             for name, module in value.named_modules():
-                inner = (*place, *(Step("get", part) for part in name.split("."))) if name else place
+                inner = (*place, *(Access("get", part) for part in name.split("."))) if name else place
                 self._meet_module(module, inner)
                 self._foreign.add(id(module))
                 for kind in ("_modules", *HOOKS):
-                    self._record((*inner, Step("attribute", kind)), attributes_of(module)[kind])
+                    self._record((*inner, Access("attribute", kind)), attributes_of(module)[kind])
                 for key, tensor in (*module._parameters.items(), *module._buffers.items()):
-                    self._record((*inner, Step("tensor", key)), tensor)
+                    self._record((*inner, Access("tensor", key)), tensor)
             return
         self._met[id(value)] = value, place
         if isinstance(value, types.FunctionType):
             self._meet_function(value, place)
         elif isinstance(value, types.MethodType):
-            self._meet(value.__self__, (*place, Step("get", "__self__")))
-            self._meet(value.__func__, (*place, Step("get", "__func__")))
+            self._meet(value.__self__, (*place, Access("get", "__self__")))
+            self._meet(value.__func__, (*place, Access("get", "__func__")))
         elif isinstance(value, (*CONTAINERS, functools.partial)):
             self._copies.add_contents(value, place)
             self._meet_special_methods(type(value), place)
             for step, part in parts_of(value):
-                self._meet(part, (*place, Step(*step)))
+                self._meet(part, (*place, Access(*step)))
         elif is_generator(value):
             self._copies.add_generator(value, place)
         elif isinstance(value, types.BuiltinFunctionType):
             if isinstance(value.__self__, (random.Random, *CONTAINERS)):  # a method that was kept
-                self._record((*place, Step("get", "__self__")), value.__self__)
+                self._record((*place, Access("get", "__self__")), value.__self__)
         elif isinstance(value, weakref.ref):
-            self._meet(value(), (*place, Step("referent", "")))
+            self._meet(value(), (*place, Access("referent", "")))
         elif isinstance(value, VIEWS):
-            self._meet(value.mapping, (*place, Step("get", "mapping")))
+            self._meet(value.mapping, (*place, Access("get", "mapping")))
         elif isinstance(value, types.MappingProxyType):
             for key, part in value.items():
-                self._meet(part, (*place, Step("key", key)))
+                self._meet(part, (*place, Access("key", key)))
         elif isinstance(value, Iterator):
             if not isinstance(value, io.IOBase):  # what files hold is not watched
                 self._iterators.append(place)
@@ -497,7 +497,7 @@ class Recorder:
         # Such as a function wrapped by functools.lru_cache. Statically, as a user's __getattr__ may run any code.
         wrapped = inspect.getattr_static(value, "__wrapped__", None)
         if isinstance(wrapped, types.FunctionType):
-            self._meet(wrapped, (*place, Step("get", "__wrapped__")))
+            self._meet(wrapped, (*place, Access("get", "__wrapped__")))
         can_be_watched = is_watched(kind) and self._watch_class(kind)
         if not can_be_watched and kind not in _NAMESPACES:
             return
@@ -508,8 +508,8 @@ class Recorder:
             values = {}
         self._copies.add_slots(value, place)
         for name, part in () if can_be_watched else values.items():
-            self._record((*place, Step("attribute", name)), part)
-        self._meet_names(kind, (*place, Step("get", "__class__")), frozenset(self._names), data_only=can_be_watched)
+            self._record((*place, Access("attribute", name)), part)
+        self._meet_names(kind, (*place, Access("get", "__class__")), frozenset(self._names), data_only=can_be_watched)
         self._meet_special_methods(kind, place)
 
     def _meet_special_methods(self, kind: type, place: Place) -> None:
@@ -518,18 +518,18 @@ class Recorder:
             for name, method in list(vars(base).items()) if is_users(base.__module__) else ():
                 special = name.startswith("__") and name.endswith("__") and name not in _NOT_CALLED
                 if special and isinstance(method, types.FunctionType):
-                    self._record((*place, Step("class", name)), of_class(kind, name))
+                    self._record((*place, Access("class", name)), of_class(kind, name))
 
     def _meet_function(self, function: types.FunctionType, place: Place) -> None:
         """Records what a function may read: its closure, defaults, globals, and the modules that it imports."""
         for at, cell in enumerate(function.__closure__ or ()):
-            inner: Place = (*place, Step("cell", at))  # type: ignore[assignment]
+            inner: Place = (*place, Access("cell", at))  # type: ignore[assignment]
             self._copies.add_cell(cell, inner)
             self._record(inner, in_cell(cell))
         for name in ("__defaults__", "__kwdefaults__"):
             if getattr(function, name):
-                self._record((*place, Step("get", name)), getattr(function, name))
-        self._record((*place, Step("get", "__code__")), function.__code__)
+                self._record((*place, Access("get", name)), getattr(function, name))
+        self._record((*place, Access("get", "__code__")), function.__code__)
         values = function.__globals__
         if not is_users(values.get("__name__")):
             return
@@ -541,15 +541,15 @@ class Recorder:
             is_data = name in values and not isinstance(values[name], (types.ModuleType, types.FunctionType, type))
             if is_data and name not in globals_of(function.__code__):  # the name of an attribute
                 continue
-            inner = (*place, Step("global", name))  # type: ignore[assignment]
+            inner = (*place, Access("global", name))  # type: ignore[assignment]
             self._copies.add_global(values, name, inner)
             if name in values:
                 self._record(inner, values[name])
                 self._meet_names(values[name], inner, names | _CALLED_ON_CLASSES)
         for name in imports_of(function):
-            self._meet_names(sys.modules[name], (*place, Step("module", name)), names)
+            self._meet_names(sys.modules[name], (*place, Access("module", name)), names)
         for at, cell in enumerate(function.__closure__ or ()):
-            self._meet_names(in_cell(cell), (*place, Step("cell", at)), names | _CALLED_ON_CLASSES)
+            self._meet_names(in_cell(cell), (*place, Access("cell", at)), names | _CALLED_ON_CLASSES)
 
     def _meet_names(self, value: Any, place: Place, names: frozenset[str], data_only: bool = False) -> None:
         """Records what code may read of a class or of a Python module: nothing can watch their attributes.
@@ -567,14 +567,14 @@ class Recorder:
                     not callable(part) or (of_user and not data_only)
                 ):  # Python's own functions don't change
                     self._of_classes.add((id(value), name))
-                    inner: Place = (*place, Step("attribute", name))
+                    inner: Place = (*place, Access("attribute", name))
                     self._record(inner, part)
                     if of_user:
                         self._copies.add_global(vars(value), name, inner)
         elif isinstance(value, types.FunctionType):
             self._copies.add_attributes(vars(value), place)
             for name in names & vars(value).keys():
-                self._record((*place, Step("attribute", name)), vars(value)[name])
+                self._record((*place, Access("attribute", name)), vars(value)[name])
         elif isinstance(value, type):
             for base, of_base in self._users_bases(value, place):
                 self._copies.add_class(base, of_base)
@@ -585,7 +585,7 @@ class Recorder:
                     if (id(base), name) in self._of_classes or (code is not None and data_only):
                         continue
                     self._of_classes.add((id(base), name))
-                    self._record((*of_base, Step("attribute", name)), part)
+                    self._record((*of_base, Access("attribute", name)), part)
                     if code is not None:  # a method may read attributes of its class
                         self._meet_names(value, place, names_of(code), data_only=True)
 
@@ -595,15 +595,17 @@ class Recorder:
             if is_users(base.__module__) and not issubclass(base, enum.Enum):  # which keeps combinations of flags
                 yield (
                     base,
-                    self._places_of_classes.setdefault(id(base), (*place, Step("get", "__mro__"), Step("item", at))),
+                    self._places_of_classes.setdefault(
+                        id(base), (*place, Access("get", "__mro__"), Access("item", at))
+                    ),
                 )
 
     def _record(self, place: Place, value: Any) -> None:
         """Records the value of a place as read."""
         if isinstance(value, (staticmethod, classmethod)):
-            place, value = (*place, Step("get", "__func__")), value.__func__  # type: ignore[assignment]
+            place, value = (*place, Access("get", "__func__")), value.__func__  # type: ignore[assignment]
         if isinstance(value, property):
-            place, value = (*place, Step("get", "fget")), value.fget
+            place, value = (*place, Access("get", "fget")), value.fget
         if isinstance(value, types.ModuleType):
             self._meet(value, place)
         if isinstance(value, (types.ModuleType, types.MemberDescriptorType)):
@@ -625,7 +627,7 @@ class Recorder:
             if name == "training":
                 self.modes[id(owner)] = owner
                 if id(owner) in self._foreign:
-                    self._record((*place, Step("attribute", name)), value)
+                    self._record((*place, Access("attribute", name)), value)
             if name in OF_EVERY_MODULE:
                 return
             file = sys._getframe(2).f_code.co_filename
@@ -639,7 +641,7 @@ class Recorder:
             values = None
         of_type = of_class(type(owner), name)
         if name == "__dict__":
-            self._listed.add((*place, Step("get", name)))
+            self._listed.add((*place, Access("get", name)))
             for key, entry in list(values.items()):
                 if key in OF_EVERY_MODULE:
                     continue
@@ -647,29 +649,29 @@ class Recorder:
         elif values is not None and name in values:
             self._record_if_old(values, name, place, values[name])
         elif isinstance(of_type, types.MemberDescriptorType) and not isinstance(owner, nn.Module):
-            self._record((*place, Step("get", name)), value)
+            self._record((*place, Access("get", name)), value)
         elif of_type is not MISSING:
             of_user = any(name in vars(base) for base in type(owner).__mro__ if is_users(base.__module__))
             if of_user or name == "forward" or not callable(of_type):
                 self._record_if_old(values, name, place, MISSING)
             if of_user or name == "forward":
-                self._record((*place, Step("class", name)), of_type)
+                self._record((*place, Access("class", name)), of_type)
             elif isinstance(of_type, types.GetSetDescriptorType):  # a property's own reads are recorded as it runs
-                self._record((*place, Step("get", name)), value)
+                self._record((*place, Access("get", name)), value)
             if of_user and type(of_type) is types.FunctionType:
                 names = names_of(of_type.__code__)
-                self._meet_names(type(owner), (*place, Step("get", "__class__")), names, data_only=True)
+                self._meet_names(type(owner), (*place, Access("get", "__class__")), names, data_only=True)
         elif isinstance(owner, nn.Module) and name in {**owner._modules, **owner._parameters, **owner._buffers}:
             pass  # the model's own parts
         elif value is MISSING:
             self._record_if_old(values, name, place, MISSING)
         else:  # what a __getattr__ or __getattribute__ makes, such as a config's other names
-            self._record((*place, Step("get", name)), value)
+            self._record((*place, Access("get", name)), value)
 
     def _record_if_old(self, values: dict[str, Any] | None, name: str, place: Place, value: Any) -> None:
         """Records an attribute, unless this run has assigned it."""
         if values is not None and self._copies.is_old(values, name, value):
-            self._record((*place, Step("attribute", name)), value)
+            self._record((*place, Access("attribute", name)), value)
 
     def _watch_class(self, kind: type) -> bool:
         """Takes notes of what is read of the objects of a class; returns False if that is impossible."""
@@ -706,13 +708,13 @@ def _is_growth(place: Place, now: Any, before: Any) -> bool:
     return place[-1].kind == "end" or (place[-1].kind == "contents" and grown)
 
 
-def _numbers_changed(now: Any, before: Any) -> Iterator[Step]:
+def _numbers_changed(now: Any, before: Any) -> Iterator[Access]:
     """Yields the steps to the numbers in a dict or a list that have become other numbers, if nothing was added."""
     same = list(now) == list(before) if isinstance(now, dict) else len(now) == len(before)
     if isinstance(now, (dict, list)) and same:
         for (step, value), (_, old) in zip(parts_of(now), parts_of(before), strict=True):
             if type(value) in (int, float) and type(old) in (int, float) and value is not old:
-                yield Step(*step)
+                yield Access(*step)
 
 
 def _unwatch(kind: type, replaced: Any) -> None:
