@@ -1,4 +1,4 @@
-"""Assembles a step from its flat graph: the names of inputs and results, the ONNX model, and what is known of both.
+"""Assembles a step from its flat graph: names of inputs and results, the lowered graph, and what is known of both.
 
 That includes the module of the user's model that each operator belongs to.
 """
@@ -32,16 +32,16 @@ _LOSS_SCALE = "__loss_scale_input_name"
 
 def assemble(
     step: ExportedStep,
-    found: FlatGraph,
+    flat: FlatGraph,
     random: Mapping[Node, RandomInput],
     kernels: Kernels,
     stage: Callable[[str], None],
 ) -> Step:
-    """Names every input and result of a flat graph, lowers it to an ONNX model, and writes down what is known of both.
+    """Names every input and result of a flat graph, lowers it, and records what is known of both.
 
     Args:
         step: What is exported.
-        found: The flat graph; it is consumed.
+        flat: The flat graph; it is consumed.
         random: Its placeholders of random numbers.
         kernels: What computes it.
         stage: Called with the name of each stage when it begins.
@@ -49,56 +49,56 @@ def assemble(
     Raises:
         ExportError: If the graph can't be lowered, or the outputs don't match the description.
     """
-    description, training = step.description, found.tangent is not None
+    description, training = step.description, flat.tangent is not None
     names = Names([*description.input_names, *description.output_names, _LOSS_SCALE])
-    outputs, shapes = _outputs(description, found)
-    left = [names.unique(f"left.{index}") for index in range(found.left)]
-    of_left = zip(found.outputs[len(outputs) :], left, strict=True)
+    outputs, shapes = _outputs(description, flat)
+    left = [names.unique(f"left.{index}") for index in range(flat.left)]
+    of_left = zip(flat.outputs[len(outputs) :], left, strict=True)
     outputs += tuple(
-        TensorSpec(name, dtype_name(node.meta["val"].dtype), found.symbols.shape(node.meta["val"]))
+        TensorSpec(name, dtype_name(node.meta["val"].dtype), flat.symbols.shape(node.meta["val"]))
         for node, name in of_left
     )
     random = {node: spec._replace(name=names.unique(spec.name)) for node, spec in random.items()}
     probabilities = {spec.probability for spec in random.values()}  # read by who draws, if not by the graph
-    state = {node: name for node, name in found.state.items() if node.users or node.name in probabilities}
+    state = {node: name for node, name in flat.state.items() if node.users or node.name in probabilities}
     state_names = {name: names.unique(name) for name in state.values()}
     named = {node.name: state_names[name] for node, name in state.items()}
     random = {node: spec._replace(probability=named.get(spec.probability, "")) for node, spec in random.items()}
     # A gradient without elements changes nothing, and has no memory to bind.
-    gradients = {name: node for name, node in found.gradients.items() if node.meta["val"].numel()}
+    gradients = {name: node for name, node in flat.gradients.items() if node.meta["val"].numel()}
     gradient_names = {name: names.unique(f"{name}.grad") for name in gradients}
-    update_names = {name: names.unique(f"{name}.updated") for name in found.buffer_updates}
-    batch = [(node, description.inputs[index]) for node, index in sorted(found.batch.items(), key=lambda item: item[1])]
+    update_names = {name: names.unique(f"{name}.updated") for name in flat.buffer_updates}
+    batch = [(node, description.inputs[index]) for node, index in sorted(flat.batch.items(), key=lambda item: item[1])]
 
     inputs = [(node, state_names[name]) for node, name in state.items()]
     inputs += [(node, entry.name) for node, entry in batch]
     inputs += [(node, spec.name) for node, spec in random.items()]
     loss_scale = None
-    if found.tangent is not None:
-        fake = found.tangent.meta["val"]
+    if flat.tangent is not None:
+        fake = flat.tangent.meta["val"]
         loss_scale = TensorSpec(_LOSS_SCALE, dtype_name(fake.dtype), tuple(int(size) for size in fake.shape))
-        inputs.append((found.tangent, _LOSS_SCALE))
-    conditions = {names.unique(f"condition_{number}"): node for number, node in enumerate(found.conditions)}
-    results = list(zip(found.outputs, (spec.name for spec in outputs), strict=True))
+        inputs.append((flat.tangent, _LOSS_SCALE))
+    conditions = {names.unique(f"condition_{number}"): node for number, node in enumerate(flat.conditions)}
+    results = list(zip(flat.outputs, (spec.name for spec in outputs), strict=True))
     results += [(node, gradient_names[name]) for name, node in gradients.items()]
-    results += [(node, update_names[name]) for name, node in found.buffer_updates.items()]
+    results += [(node, update_names[name]) for name, node in flat.buffer_updates.items()]
     results += [(node, name) for name, node in conditions.items()]
-    indices = {entry.input for entry in found.index_ranges}
+    indices = {entry.input for entry in flat.index_ranges}
     graph = NamedGraph(
-        found.module,
+        flat.module,
         inputs,
         results,
-        found.constants,
-        found.symbols,
+        flat.constants,
+        flat.symbols,
         sizes_of((node, entry.shape) for node, entry in batch),
         {**shapes, **{entry.name: entry.shape for _, entry in batch}},
         unfetched=[place for place, (_, name) in enumerate(results) if name in step.unfetched],
         checked=[node for node, name in inputs if name in indices],
     )
     mask = next((node for node, entry in batch if entry.name == step.padding_mask), None)
-    kernels.rewrite_step(found, graph, mask)
+    kernels.rewrite_step(flat, graph, mask)
     lowered, operators = kernels.lower(graph, step, stage)
-    guards, frozen = found.symbols.guards()
+    guards, frozen = flat.symbols.guards()
     _check_guards(guards)
     return Step(
         kind="training" if training else "evaluation",
@@ -109,25 +109,25 @@ def assemble(
         state=state_names,
         gradients=gradient_names,
         buffer_updates=update_names,
-        assumptions=dict(zip(conditions, map(astuple, found.assumptions), strict=True)),
+        assumptions=dict(zip(conditions, map(astuple, flat.assumptions), strict=True)),
         loss_scale=loss_scale,
         random=tuple(random.values()),
         guards=tuple(guards),
-        fixed={**frozen, **found.symbols.fixed},
+        fixed={**frozen, **flat.symbols.fixed},
         **lowered,
-        origins=_origins(found, step.model, operators).to_text() if training else "",
-        index_ranges=tuple(entry for entry in found.index_ranges if training or entry.outputs),
+        origins=_origins(flat, step.model, operators).to_text() if training else "",
+        index_ranges=tuple(entry for entry in flat.index_ranges if training or entry.outputs),
     )
 
 
 def _outputs(
-    description: ModelDescription, found: FlatGraph
+    description: ModelDescription, flat: FlatGraph
 ) -> tuple[tuple[TensorSpec, ...], dict[str, tuple[int | str, ...]]]:
     """Returns the specs of the outputs and their described shapes, after checking them against the description."""
     specs, shapes = [], {}
-    for entry, node in zip(description.outputs, found.outputs, strict=False):
+    for entry, node in zip(description.outputs, flat.outputs, strict=False):
         fake = node.meta["val"]
-        shape = found.symbols.shape(fake)
+        shape = flat.symbols.shape(fake)
         specs.append(TensorSpec(entry.name, dtype_name(fake.dtype), shape))
         shapes[entry.name] = entry.shape
         if description.has_open_outputs:
@@ -157,29 +157,29 @@ def _described(shape: tuple[Dim, ...] | None, default: tuple[int | str, ...]) ->
     )
 
 
-def _origins(found: FlatGraph, model: nn.Module, nodes: Mapping[str, Sequence[Node | None]]) -> Origins:
+def _origins(flat: FlatGraph, model: nn.Module, nodes: Mapping[str, Sequence[Node | None]]) -> Origins:
     """Returns where the nodes of a graph come from.
 
     PyTorch records with every operator the module that called it, and with a backward operator the module of the
     forward operator whose gradient it computes.
 
     Args:
-        found: The captured step, in its final form.
+        flat: The captured step, in its final form.
         model: The user's model.
         nodes: Name of a node -> the operators that it computes; None for an unknown one.
     """
-    places = _places(found)
+    places = _places(flat)
     kinds = {path: type(part).__name__ for path, part in model.named_modules(remove_duplicate=False)}
-    for node in found.module.graph.nodes:  # the loss function's own modules are not the model's
+    for node in flat.module.graph.nodes:  # the loss function's own modules are not the model's
         for path, kind in (node.meta.get("nn_module_stack") or {}).values():
             kinds.setdefault(_path(path), "" if not path else str(kind).rpartition(".")[2])
     wanted = {name: [None if node is None else places.get(node) for node in several] for name, several in nodes.items()}
     return Origins.of(wanted, list(kinds.items()))
 
 
-def _places(found: FlatGraph) -> dict[Node, Origin]:
-    operators = [node for node in found.module.graph.nodes if node.op == "call_function"]
-    first = next((index for index, node in enumerate(operators) if _starts_backward(node, found)), len(operators))
+def _places(flat: FlatGraph) -> dict[Node, Origin]:
+    operators = [node for node in flat.module.graph.nodes if node.op == "call_function"]
+    first = next((index for index, node in enumerate(operators) if _starts_backward(node, flat)), len(operators))
     # By their order: PyTorch's metadata may put the replacement of a backward operator in the forward pass.
     backward = set(operators[first:])
     places: dict[Node, Origin] = {}
@@ -195,8 +195,8 @@ def _places(found: FlatGraph) -> dict[Node, Origin]:
     return places
 
 
-def _starts_backward(node: Node, found: FlatGraph) -> bool:
-    return node.meta.get("partitioner_tag") == "is_backward" or found.tangent in node.all_input_nodes
+def _starts_backward(node: Node, flat: FlatGraph) -> bool:
+    return node.meta.get("partitioner_tag") == "is_backward" or flat.tangent in node.all_input_nodes
 
 
 def _place_beside(node: Node, others: Iterable[Node], places: dict[Node, Origin], backward: bool) -> None:

@@ -35,7 +35,7 @@ class CallAssembler:
 
     Args:
         call: What is exported.
-        found: The joint graph; it is consumed.
+        flat: The joint graph; it is consumed.
         random: Its placeholders of random numbers.
         kernels: What computes the parts.
         stage: Called with the name of each stage when it begins.
@@ -44,34 +44,32 @@ class CallAssembler:
     def __init__(
         self,
         call: ExportedCall,
-        found: FlatGraph,
+        flat: FlatGraph,
         random: Mapping[Node, RandomInput],
         kernels: Kernels,
         stage: Callable[[str], None],
     ) -> None:
-        self._call, self._found, self._kernels, self._stage = call, found, kernels, stage
+        self._call, self._flat, self._kernels, self._stage = call, flat, kernels, stage
         self._described = {entry.name: entry.shape for entry in call.description.inputs}
-        self._batch = {node.name: call.description.inputs[index].name for node, index in found.batch.items()}
+        self._batch = {node.name: call.description.inputs[index].name for node, index in flat.batch.items()}
         self._inputs = random
         self._names = names = Names([SIZES, *self._described])
         names_of_random = {node.name: names.unique(spec.name) for node, spec in random.items()}
-        self._state = {node.name: names.unique(name) for node, name in found.state.items()}
+        self._state = {node.name: names.unique(name) for node, name in flat.state.items()}
         self._random = {
             node.name: spec._replace(name=names_of_random[node.name], probability=self._state.get(spec.probability, ""))
             for node, spec in random.items()
         }
         # What both passes may take.
-        self._given = {**self._state, **self._batch, **{node: spec.name for node, spec in self._random.items()}}
-        self._outputs = [names.unique(f"output_{index}") for index in range(len(found.outputs))]
-        self._conditions = [names.unique(f"condition_{number}") for number in range(len(found.conditions))]
+        self._shared_inputs = {**self._state, **self._batch, **{node: spec.name for node, spec in self._random.items()}}
+        self._outputs = [names.unique(f"output_{index}") for index in range(len(flat.outputs))]
+        self._conditions = [names.unique(f"condition_{number}") for number in range(len(flat.conditions))]
         inputs = call.description.inputs
-        self._updated = {name: names.unique(f"{name}.updated") for name in found.buffer_updates}
-        self._changed = {
-            name: names.unique(f"{name}.updated") for name in (inputs[i].name for i in found.input_updates)
-        }
+        self._updated = {name: names.unique(f"{name}.updated") for name in flat.buffer_updates}
+        self._changed = {name: names.unique(f"{name}.updated") for name in (inputs[i].name for i in flat.input_updates)}
         # Node of a tangent -> the output whose gradient it is.
-        self._tangents = {node.name: self._outputs[index] for node, index in found.tangents.items()}
-        self._constants = {node.name: value for node, value in found.constants.items()}
+        self._tangents = {node.name: self._outputs[index] for node, index in flat.tangents.items()}
+        self._constants = {node.name: value for node, value in flat.constants.items()}
         # What the backward pass may take of the forward pass, in addition to its inputs.
         self._kept: dict[str, str] = {}
 
@@ -83,15 +81,15 @@ class CallAssembler:
         Raises:
             ExportError: If a graph can't be lowered.
         """
-        found = self._found
-        trained = [name for name, node in found.gradients.items() if node.meta["val"].numel()]
-        found.outputs[:] = map(_without_copy, found.outputs)
-        self._kernels.rewrite_call(found)
-        updates = [*found.buffer_updates.values(), *found.input_updates.values()]
-        of_forward = [*found.outputs, *updates, *found.conditions]
-        of_backward = [found.gradients[name] for name in trained] + [*found.input_gradients.values()]
-        again = values_to_recompute(self._call.recompute, found, self._inputs, self._call.model)
-        divided = divide(found.module, of_forward, of_backward, again, sizes=not self._kernels.reads_shapes)
+        flat = self._flat
+        trained = [name for name, node in flat.gradients.items() if node.meta["val"].numel()]
+        flat.outputs[:] = map(_without_copy, flat.outputs)
+        self._kernels.rewrite_call(flat)
+        updates = [*flat.buffer_updates.values(), *flat.input_updates.values()]
+        of_forward = [*flat.outputs, *updates, *flat.conditions]
+        of_backward = [flat.gradients[name] for name in trained] + [*flat.input_gradients.values()]
+        again = values_to_recompute(self._call.recompute, flat, self._inputs, self._call.model)
+        divided = divide(flat.module, of_forward, of_backward, again, sizes=not self._kernels.reads_shapes)
         self._kept = {node.name: name for node, name in _named(of_forward, self._own_results)}
         self._kept |= {name: self._names.unique(f"saved_{index}") for index, name in enumerate(divided.saved)}
         forward = self._forward(divided)
@@ -103,10 +101,10 @@ class CallAssembler:
         return [*self._outputs, *self._updated.values(), *self._changed.values(), *self._conditions]
 
     def _forward(self, divided: Divided) -> Step:
-        found, part = self._found, divided.forward
+        flat, part = self._flat, divided.forward
         saved = [self._kept[name] for name in divided.saved]
         results = _named(part.results, [*self._own_results, *saved])
-        guards, frozen = found.symbols.guards()
+        guards, frozen = flat.symbols.guards()
         step = Step(
             kind="forward",
             inputs=tuple(
@@ -115,45 +113,47 @@ class CallAssembler:
             ),
             outputs=tuple(self._spec(node, name) for node, name in results[: len(self._outputs)]),
             loss="",
-            state={name: self._state[node.name] for node, name in found.state.items()},
+            state={name: self._state[node.name] for node, name in flat.state.items()},
             buffer_updates=self._updated,
             input_updates=self._changed,
-            assumptions=dict(zip(self._conditions, map(dataclasses.astuple, found.assumptions), strict=True)),
+            assumptions=dict(zip(self._conditions, map(dataclasses.astuple, flat.assumptions), strict=True)),
             saved=tuple(self._spec(node, name) for node, name in results[len(results) - len(saved) :]),
             random=tuple(self._random.values()),
             guards=tuple(guards),
-            fixed={**frozen, **found.symbols.fixed},
+            fixed={**frozen, **flat.symbols.fixed},
         )
-        inputs = [(part.inputs[node], name) for node, name in self._given.items()]
+        inputs = [(part.inputs[node], name) for node, name in self._shared_inputs.items()]
         sizes = sizes_of((part.inputs[node], self._described[name]) for node, name in self._batch.items())
         return self._lowered(step, part, inputs, results, sizes)
 
     def _spec(self, node: Node, name: str) -> TensorSpec:
         fake = node.meta["val"]
-        return TensorSpec(name, dtype_name(fake.dtype), self._found.symbols.shape(fake))
+        return TensorSpec(name, dtype_name(fake.dtype), self._flat.symbols.shape(fake))
 
     def _backwards(self, part: Part, trained: Sequence[str], outputs: Sequence[Node]) -> tuple[Step, ...]:
-        found = []
+        backwards = []
         # For ONNX Runtime the symbolic sizes of zeros would have to be computed.
         if len(self._tangents) > 1 and self._kernels.of_pytorch:
             sizes = dict(zip(self._outputs, (node.meta["val"].numel() for node in outputs), strict=False))
             numbers = [tangent for tangent, output in self._tangents.items() if sizes[output] == 1]
-            found.append(self._backward(_copied(part), trained, [*numbers, *self._tangents][:1]))
-        return (*found, self._backward(part, trained, list(self._tangents)))
+            backwards.append(self._backward(_copied(part), trained, [*numbers, *self._tangents][:1]))
+        return (*backwards, self._backward(part, trained, list(self._tangents)))
 
-    def _backward(self, part: Part, trained: Sequence[str], given: Sequence[str]) -> Step:
+    def _backward(self, part: Part, trained: Sequence[str], tangent_nodes: Sequence[str]) -> Step:
         tangents = {part.inputs[node]: node for node in self._tangents if node in part.inputs}
-        absent = [node for node, tangent in tangents.items() if tangent not in given]
+        absent = [node for node, tangent in tangents.items() if tangent not in tangent_nodes]
         if absent:
             without(part, tangents, absent)
         depends = depends_on(part, tangents)
-        needing = [self._call.description.inputs[index].name for index in self._found.input_gradients]
-        own = Names([SIZES, *self._state.values(), *self._described, *self._kept.values()])
-        names = [own.unique(f"{name}.grad") for name in (*trained, *needing)]
+        needing = [self._call.description.inputs[index].name for index in self._flat.input_gradients]
+        reserved = Names([SIZES, *self._state.values(), *self._described, *self._kept.values()])
+        names = [reserved.unique(f"{name}.grad") for name in (*trained, *needing)]
         results = _named(part.results, names)
         present = {name for _, name in results}
-        gradient_of = {node: own.unique(f"{self._tangents[node]}.grad") for node in given if node in part.inputs}
-        taken = {**self._given, **self._kept, **gradient_of}
+        gradient_of = {
+            node: reserved.unique(f"{self._tangents[node]}.grad") for node in tangent_nodes if node in part.inputs
+        }
+        taken = {**self._shared_inputs, **self._kept, **gradient_of}
         inputs = [(node, taken[name]) for name, node in part.inputs.items() if name in taken and node.users]
         dimensions = list(dict.fromkeys(s for shape in self._described.values() for s in shape if isinstance(s, str)))
         sizes: Mapping[str, tuple[Node, int]] = {}
@@ -182,8 +182,8 @@ class CallAssembler:
 
     def _dimensions(self, names: Sequence[str]) -> dict[str, int | torch.SymInt]:
         """Returns the sizes of symbolic dimensions as the graph knows them."""
-        found = sizes_of((node, self._described[self._batch[node.name]]) for node in self._found.batch)
-        return {name: found[name][0].meta["val"].shape[found[name][1]] for name in names}
+        places = sizes_of((node, self._described[self._batch[node.name]]) for node in self._flat.batch)
+        return {name: places[name][0].meta["val"].shape[places[name][1]] for name in names}
 
     def _lowered(
         self, step: Step, part: Part, inputs: Named, results: Named, sizes: Mapping[str, tuple[Node, int]]
@@ -194,7 +194,7 @@ class CallAssembler:
             inputs,
             results,
             {part.inputs[name]: value for name, value in self._constants.items() if name in part.inputs},
-            self._found.symbols,
+            self._flat.symbols,
             sizes,
             ordered={node for node, name in (*inputs, *results) if name in saved},
         )

@@ -26,6 +26,7 @@ from .fx.view_writes import refuse_sums_over_windows
 from .graph.differentiate import lift_attributes
 from .graph.divide import needed_for, part_of
 from .graph.named_graph import NamedGraph, add_sizes
+from .lower.kinds import PROGRAMS
 from .lower.programs.build import ProgramBuilder
 from .lower.programs.rewrites import rewrite
 from .operators.indexing import dense_embedding, dense_embedding_bag
@@ -100,9 +101,10 @@ class _Lowered:
         constants: dict[Node, torch.Tensor] = {}
         placeholders = graph.find_nodes(op="placeholder")
         lift_attributes(module, constants)
-        devices = {value.device.type for node in placeholders if isinstance(value := node.meta["val"], torch.Tensor)}
-        if not devices <= {"cpu"}:
-            raise ExportError(f"programs of PyTorch's kernels run on the CPU, but inputs are on {sorted(devices)}")
+        inputs = [value for node in placeholders if isinstance(value := node.meta["val"], torch.Tensor)]
+        objections = {PROGRAMS.objection(value.device) for value in inputs} - {""}
+        if objections:
+            raise ExportError("; ".join(sorted(objections)))
         rewrite(graph, divided=True)
         (end,) = graph.find_nodes(op="output")
         returned = [node for node in end.args[0] if isinstance(node, Node) and is_tensor(node)]

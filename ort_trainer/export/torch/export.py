@@ -138,24 +138,24 @@ class _Exporter:
         if isinstance(step, ExportedCall):
             from .assemble_call import CallAssembler
 
-            made, backward = CallAssembler(step, graph, random, self._kernels, self._stage).steps()
+            forward, backward = CallAssembler(step, graph, random, self._kernels, self._stage).steps()
         else:
-            made = assemble(step, graph, random, self._kernels, self._stage)
-        reasons = {symbol: self._held.get(symbol) or graph.symbols.reason(symbol) for symbol in made.fixed}
-        return self._noted(self._kept(Export(made, reasons, backward=backward)))
+            forward = assemble(step, graph, random, self._kernels, self._stage)
+        reasons = {symbol: self._held.get(symbol) or graph.symbols.reason(symbol) for symbol in forward.fixed}
+        return self._noted(self._kept(Export(forward, reasons, backward=backward)))
 
-    def _noted(self, made: Export) -> Export:
+    def _noted(self, export: Export) -> Export:
         """Adds what was noted during the capture: also of a cached graph, which another model may have left."""
         recorder = self._module.recorder
-        for name, (tensor, _) in recorder.outside().items() if made.backward else ():
-            if name in made.step.state and tensor.requires_grad:
+        for name, (tensor, _) in recorder.outside().items() if export.backward else ():
+            if name in export.step.state and tensor.requires_grad:
                 raise ExportError(
                     f"forward() of {type(self._step.model).__name__} reads {name!r}, a tensor outside parameters and "
                     "inputs that requires grad, which a graph computes for these alone: make it a parameter or an input"
                 )
         read = tuple(name for name, part in self._module.named_modules() if id(part) in recorder.modes)
-        notes = recorder.notes(made.step.state).to_json() if self._step.carries else None
-        return dataclasses.replace(made, modes_read=read, notes=notes)
+        notes = recorder.notes(export.step.state).to_json() if self._step.carries else None
+        return dataclasses.replace(export, modes_read=read, notes=notes)
 
     def _flat_graph(self) -> Export | FlatGraph:
         """Captures and differentiates the step, with another size for symbolic dimensions of size 1 in the sample.
@@ -176,9 +176,9 @@ class _Exporter:
             self._stage("capture")
             try:
                 captured = self._captured(stand_in)
-                known = self._known(captured)
-                if known is not None:
-                    return known
+                cached = self._cached(captured)
+                if cached is not None:
+                    return cached
                 self._stage("differentiate")
                 from .graph.differentiate import differentiate  # takes seconds; a cached graph does not need it
 
@@ -186,8 +186,8 @@ class _Exporter:
                 described = None if isinstance(self._step, ExportedCall) else self._step.description
                 ranges = () if described is None else find_index_ranges(captured, described)
                 autocast = self._step.autocast_for(self._sample)
-                found = differentiate(captured, self._module, self._inputs, autocast, self._kernels)
-                found = dataclasses.replace(found, index_ranges=ranges)
+                flat = differentiate(captured, self._module, self._inputs, autocast, self._kernels)
+                flat = dataclasses.replace(flat, index_ranges=ranges)
             except ExportError as error:
                 if not enlarged:
                     if failure is not None:
@@ -199,10 +199,10 @@ class _Exporter:
                         raise
                 enlarged = set()
                 continue
-            conditions, _ = found.symbols.guards()
-            wrong = enlarged & (set(found.symbols.fixed) | violated(conditions, self._sizes))
+            conditions, _ = flat.symbols.guards()
+            wrong = enlarged & (set(flat.symbols.fixed) | violated(conditions, self._sizes))
             if not wrong:
-                return found
+                return flat
             enlarged -= wrong
 
     def _captured(self, sample: Sequence[torch.Tensor]) -> Capture:
@@ -282,12 +282,12 @@ class _Exporter:
         ]
         if not tables:
             return []
-        found: list[list[torch.Tensor]] = []
+        left_by_run: list[list[torch.Tensor]] = []
         with torch.no_grad(), torch.random.fork_rng(), Recorder(self._module).running():
             for _ in range(2):
                 self._module.run(*(value.clone() for value in sample))
-                found.append([read(self._module, place) for place in tables])
-        same = zip(tables, *found, strict=True)
+                left_by_run.append([read(self._module, place) for place in tables])
+        same = zip(tables, *left_by_run, strict=True)
         return [place for place, first, second in same if first.shape == second.shape and torch.equal(first, second)]
 
     def _dispensable(self) -> set[str]:
@@ -296,7 +296,7 @@ class _Exporter:
             return set()
         return set(self._sizes) - {entry.shape[0] for entry in self._inputs if entry.shape}
 
-    def _known(self, captured: Capture) -> Export | None:
+    def _cached(self, captured: Capture) -> Export | None:
         """Returns the cached graph of a captured step that accepts the sample's sizes; None if there is none.
 
         A graph is valid for all sizes that its guards accept, so the first key does not depend on the sample's sizes.
@@ -322,21 +322,21 @@ class _Exporter:
                 return None
             path = self._cache.path(self._key)
             try:
-                known = Export.from_bytes(data)
+                cached = Export.from_bytes(data)
             except ValueError as error:
                 self._problems.append(f"the cached export {path} is damaged, so the model is exported again: {error}")
                 return None
-            if known.accepts(self._sizes):
-                return self._noting(known, kept=str(path), found=True)
+            if cached.accepts(self._sizes):
+                return self._noting(cached, kept=str(path), found=True)
         return None
 
-    def _kept(self, made: Export) -> Export:
+    def _kept(self, export: Export) -> Export:
         kept = ""
         if self._cache is not None and self._key:
-            problem = self._cache.store(self._key, made.to_bytes())
+            problem = self._cache.store(self._key, export.to_bytes())
             kept = "" if problem else str(self._cache.path(self._key))
             self._problems += filter(None, [problem])
-        return self._noting(made, kept=kept)
+        return self._noting(export, kept=kept)
 
     def _noting(self, export: Export, **changes: Any) -> Export:
         return dataclasses.replace(export, remarks=tuple(self._remarks), problems=tuple(self._problems), **changes)
