@@ -34,10 +34,10 @@ def shared_groups(tensors: Named, trained: Collection[str]) -> list[list[str]]:
             active.append(name)
     order = list(tensors)
     groups = {id(group): sorted(group, key=order.index) for group in group_of.values() if len(group) > 1}
-    found = [group for group in groups.values() if _is_bindable(group, tensors) or set(group) & set(trained)]
-    for group in found:
+    shared = [group for group in groups.values() if _is_bindable(group, tensors) or set(group) & set(trained)]
+    for group in shared:
         _check(group, tensors)
-    return found
+    return shared
 
 
 def owned_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -86,7 +86,7 @@ def _overlap(first: torch.Tensor, second: torch.Tensor) -> bool:
         return False
     if (first.is_contiguous() and second.is_contiguous()) or first.dtype != second.dtype:
         return True
-    # Columns of a matrix interleave without overlapping, so mark the elements of one tensor and look for the other's.
+    # Columns of a matrix interleave without overlapping, so mark one tensor's elements and look for marks in the other.
     marks = torch.zeros(max(stop, other_stop) // first.element_size(), dtype=torch.bool)
     marks.as_strided(first.shape, first.stride(), first.storage_offset()).fill_(True)
     return bool(marks.as_strided(second.shape, second.stride(), second.storage_offset()).any())
