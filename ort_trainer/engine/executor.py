@@ -372,6 +372,11 @@ class Executor:
         return self._pruned[key]
 
     def _make_runner(self, step: Step) -> GraphRunner:
+        """Returns a runner of a graph on the executor's tensors.
+
+        Raises:
+            RuntimeError: If the graph can't be loaded.
+        """
         tensors = {**self.parameters, **self.buffers, **self.outside}
         state = {name: tensors[name] for name in step.state}
         try:

@@ -88,6 +88,7 @@ class FitToKernelsPass(ir.passes.InPlacePass):
 
 
 def _names(model: ir.Model) -> Iterator[str]:
+    """Yields the names of all values of a model, in all its graphs."""
     for graph in (model.graph, *model.graph.subgraphs()):
         yield from (value.name or "" for value in graph.inputs)
         yield from (value.name or "" for node in graph for value in node.outputs)

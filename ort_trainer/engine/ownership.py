@@ -66,6 +66,7 @@ def own_copies(tensors: Named, trained: Collection[str], device: torch.device) -
 
 
 def _by_storage(tensors: Named) -> dict[int, list[str]]:
+    """Returns the names of tensors in one storage, for storages with several; address -> names."""
     storages: dict[int, list[str]] = {}
     for name, tensor in tensors.items():
         if tensor.numel():
@@ -81,6 +82,7 @@ def _extent(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def _overlap(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Returns whether two tensors in the same storage have an element in common."""
     (start, stop), (other_start, other_stop) = _extent(first), _extent(second)
     if stop <= other_start or other_stop <= start:
         return False
@@ -93,10 +95,12 @@ def _overlap(first: torch.Tensor, second: torch.Tensor) -> bool:
 
 
 def _is_bindable(group: list[str], tensors: Named) -> bool:
+    """Returns whether a graph can bind all tensors of a group: contiguous ones of one dtype."""
     return all(tensors[name].is_contiguous() for name in group) and len({tensors[n].dtype for n in group}) == 1
 
 
 def _check(group: list[str], tensors: Named) -> None:
+    """Raises if a graph can't bind the memory of a group of tensors."""
     if not _is_bindable(group, tensors):
         wrong = [name for name in group if not tensors[name].is_contiguous()]
         what = f"{wrong} not contiguous" if wrong else "with different dtypes"

@@ -16,7 +16,7 @@ from .programs.dropout import draw_mask, unpacked
 
 if TYPE_CHECKING:
     from .ort import OrtValue
-    from .runner import Output
+    from .runner import Output, Wanted
 
 __all__ = ["TorchMemory", "as_taken", "dense_order", "freed_storages", "in_order", "order_of", "readable", "shaped"]
 
@@ -81,9 +81,7 @@ class TorchMemory:
         """Returns a tensor that ONNX Runtime has allocated."""
         return torch.from_numpy(value.numpy()).to(self.device)
 
-    def draw(
-        self, wanted: Sequence[tuple[RandomInput, tuple[int, ...]]], generator: torch.Generator | None
-    ) -> list[torch.Tensor]:
+    def draw(self, wanted: Wanted, generator: torch.Generator | None) -> list[torch.Tensor]:
         """Returns new random numbers, contiguous and in dtypes that can be bound."""
         # All masks of a run are derived from one key, which is drawn before any other number.
         with_key = any(spec.kind in ("key", "mask") for spec, _ in wanted)
@@ -209,6 +207,7 @@ def as_taken(value: torch.Tensor) -> torch.Tensor:
 
 
 def _bound_type(dtype: torch.dtype) -> torch.dtype:
+    """Returns the dtype in which ONNX Runtime reads or writes a tensor of a dtype."""
     return torch.float32 if dtype == torch.bfloat16 else dtype
 
 

@@ -45,6 +45,7 @@ def loaded(graph: ProgramGraph) -> tuple[list[Call], dict[str, torch.Tensor]]:
 
 
 def _tensor(name: str, constant: Constant) -> torch.Tensor:
+    """Returns a constant of a graph as a tensor."""
     dtype, shape = getattr(torch, constant.dtype, None), constant.shape
     if not isinstance(dtype, torch.dtype) or math.prod(shape) * dtype.itemsize != len(constant.data):
         raise ValueError(
@@ -159,6 +160,7 @@ class _Compiler:
         return {expression: f"{numbers}[{index}]" for index, expression in enumerate(expressions)}
 
     def _permuted(self, value: str, order: Order) -> str:
+        """Returns the variable of a value with permuted dimensions; the same one if the order is None."""
         return value if order is None else self._set(f"{value}.permute({[int(axis) for axis in order]})", [value])
 
     def _set(self, expression: str, reads: Sequence[str]) -> str:
@@ -168,10 +170,12 @@ class _Compiler:
         return variable
 
     def _mark(self) -> None:
+        """Adds a line that records the time, if times are recorded."""
         if self._timed:
             self._lines.append(_Line("mark(now())"))
 
     def _variable(self) -> str:
+        """Returns the name of a new variable."""
         self._count += 1
         return f"v{self._count}"
 
@@ -245,6 +249,7 @@ def _expressions(value: Any) -> list[tuple[str, str]]:
 
 
 def _identifier(name: str) -> str:
+    """Returns the name of an argument, after checking that it can be nothing else in the source."""
     if not name.isidentifier():
         raise ValueError(f"{name!r} is not a valid argument name")
     return name
