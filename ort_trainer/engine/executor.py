@@ -45,7 +45,7 @@ class Executor:
 
     Attributes:
         parameters, buffers: As given.
-        outside: Other tensors that graphs take, by name: those that the model and the loss keep elsewhere.
+        outside: Tensors by name that graphs take, but that are neither parameters nor buffers of the model.
         providers: The execution providers of ONNX Runtime's sessions with their options, in order of preference.
         variants: Mode -> key of the selected variant of the model, whose graphs are added and run; initially None.
         generator: Draws the random numbers of training.
@@ -100,7 +100,7 @@ class Executor:
 
     @functools.cached_property
     def options(self) -> SessionOptions:
-        """Options of ONNX Runtime's sessions; made when needed, because importing ONNX Runtime takes a while."""
+        """Options of ONNX Runtime's sessions; created when needed, because importing ONNX Runtime takes a while."""
         return session_options(self._given_options, self._deterministic)
 
     @property

@@ -159,7 +159,7 @@ def freed_storages(owner: str, tensors: Iterable[tuple[str, torch.Tensor]]) -> s
 
 
 def _kind(value: torch.Tensor) -> str:
-    """Returns what a tensor without ordinary memory is, and what to do."""
+    """Describes a tensor without ordinary memory, and says what to do, for an error."""
     if isinstance(value, (UninitializedBuffer, UninitializedParameter)):
         return "a parameter of a lazy module that has no shape yet: call the module once with a batch"
     if torch._C._functorch.is_functorch_wrapped_tensor(value):
@@ -184,7 +184,7 @@ def _kind(value: torch.Tensor) -> str:
         return "on the device 'meta', which holds no values: make it on the model's device"
     if value._is_zerotensor():
         return "a zero tensor: call clone()"
-    return f"one whose storage was {_FREED}: make it anew, or pass a clone() made before"
+    return f"one whose storage was {_FREED}: create it again, or pass a clone() from before"
 
 
 def _is_other_kind(value: torch.Tensor) -> bool:

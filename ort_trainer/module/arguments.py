@@ -159,7 +159,9 @@ def as_before(
         after = list(merged(after, now))
     for (name, before), layout in zip(layouts.items(), after, strict=True):
         if before != with_numbers_apart(layout, name, {}, numbers):
-            raise ExportError(f"forward() changes its argument {name!r}, which is no tensor: return what it adds to it")
+            raise ExportError(
+                f"forward() changes its argument {name!r}, which is not a tensor: return what it adds to it"
+            )
     if now.keys() != leaves.keys() or any(now[name] is not value for name, value in leaves.items()):
         raise ExportError("forward() puts other tensors into its arguments: return them instead")
 

@@ -1,4 +1,4 @@
-"""What a call does if no graph can run it: PyTorch runs it, with one warning that says why, or it is an error."""
+"""What a call does if no graph can run it: PyTorch runs it, with one warning that says why, or it raises an error."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ class ExportedGraphs:
     changes_inputs: bool
 
     def result(self, tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> Any:
-        """Returns what the module returns, and leaves outside what it leaves.
+        """Returns the module's result, and writes what the module leaves outside tensors.
 
         Args:
             tensors: What the graphs returned.
@@ -353,7 +353,7 @@ class CallGraphs:
         )
 
     def _results(self, result: Any, notes: Notes) -> Callable[[Sequence[torch.Tensor]], Any]:
-        """Returns the function that makes the module's result from the tensors in it.
+        """Returns the function that builds the module's result from the tensors in it.
 
         Args:
             result: What the module returned in the trial run.

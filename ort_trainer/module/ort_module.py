@@ -118,7 +118,7 @@ class ORTModule(nn.Module):
         context = foreign_context()
         if context:
             return self._fallback.run_inside(context, args, kwargs)
-        with self._graphs.turns:  # PyTorch must not run the module, either, while another thread exports it
+        with self._graphs.turns:  # while a thread exports the module, no other may run it, not even in PyTorch
             return self._run_in_turn(args, kwargs)
 
     def _run_in_turn(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -122,7 +122,7 @@ class _EagerCall:
         self._before = {self._places[place]: values[place].detach().clone() for place in updated}
         self._values = list(values[: len(step.state)])
         self._constants: list[str] = []
-        # What the call has changed outside its tensors, as it was before: later runs begin with that.
+        # Values outside tensors that the call has changed, from before the call: later runs begin with them.
         self._outside: dict[Place, Any] | None = None
 
     def run(self, tangents: Mapping[str, torch.Tensor] | None = None, shake: int | None = None) -> Named:

@@ -24,7 +24,7 @@ from .batch import Batch, InputTypeError, check_batch, read_batch, to_tensor, un
 __all__ = ["StepGraphs"]
 
 _log = logging.getLogger(__name__)
-# Each graph costs an export; a model that fixes a dimension must not be exported without end.
+# Each graph costs an export; a model that fixes a dimension must not be exported again and again.
 _MAXIMUM_GRAPHS = 16
 # Limit for remembered kinds of batches (shapes, dtypes, devices) that match the description.
 _MAXIMUM_KINDS = 1024

@@ -95,7 +95,7 @@ class Transaction(uninterrupted):
             # First, so that a handler finds the step either complete or not begun.
             if kind is not None and self._before is not None:
                 self._put_back(*self._before)
-            self.release()  # raises what a handler raises
+            self.release()  # may raise the error of a handler
         except BaseException as error:
             value = error  # the other processes hear of a handler's error, too
             raise

@@ -90,7 +90,7 @@ class TwoStepSession:
 
     @in_transaction
     def set_learning_rate(self, *learning_rates: float) -> None:
-        """Sets the learning rates of the optimizer config for coming updates; checkpoints do not include them.
+        """Sets the learning rates of the optimizer config for later updates; checkpoints do not include them.
 
         Args:
             *learning_rates: One for all parameters, or one per group followed by the default.
@@ -109,7 +109,7 @@ class TwoStepSession:
         config.learning_rates = list(learning_rates) * (count if len(learning_rates) == 1 else 1)
 
     def get_learning_rate(self) -> float:
-        """Returns the learning rate of the coming update; the default rate if parameter groups have their own.
+        """Returns the learning rate of the next update; the default rate if parameter groups have their own.
 
         With a schedule from ``ort_trainer.optim``, or of your own class, returns the rate of the last update; before
         the first update, the rate that it will use.
