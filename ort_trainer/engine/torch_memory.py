@@ -132,12 +132,12 @@ def order_of(value: torch.Tensor) -> tuple[int, ...]:
 
 def in_order(value: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
     """Returns a tensor whose dimensions are in an order in memory, as :func:`order_of` returns it."""
-    return _put_back(value.permute(*order).contiguous(), order)
+    return _put_back(value.permute(tuple(order)).contiguous(), order)
 
 
 def _put_back(value: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
-    """Undoes ``permute(*order)``."""
-    return value.permute(*map(order.index, range(len(order))))
+    """Undoes ``permute(order)``."""
+    return value.permute([order.index(axis) for axis in range(len(order))])  # one argument: there may be no dimensions
 
 
 def dense_order(sizes: Sequence[int], strides: Sequence[int]) -> tuple[int, ...] | None:
