@@ -441,7 +441,7 @@ class _Gradients:
             return False
         self._used = False
         if not self.stays:
-            # Empty tensors free the memory, and keep the order of the names, which all processes share.
+            # Empty tensors free the memory, while the names stay.
             self.tensors |= dict.fromkeys(
                 self.tensors.keys() - self._memory.keys(), torch.empty(0, device=self._device)
             )
@@ -474,8 +474,6 @@ class _Gradients:
 
     def present(self) -> dict[str, torch.Tensor]:
         """Returns the gradients since the last reset; empty right after one."""
-        if not self._reset and len(self._present) == len(self.tensors):
-            return dict(self.tensors)
         return {} if self._reset else self._present_tensors()
 
     def hold(self, gradients: Mapping[str, torch.Tensor]) -> None:
@@ -495,8 +493,12 @@ class _Gradients:
         self._reset, self._used = not gradients, False
 
     def _present_tensors(self) -> dict[str, torch.Tensor]:
-        """Returns the present gradients, in the same order in all processes."""
-        return {name: tensor for name, tensor in self.tensors.items() if name in self._present}
+        """Returns the present gradients in the order of the parameters.
+
+        Their norm is a sum whose rounding depends on the order, so it must be the same in all processes, and after a
+        checkpoint was loaded, which may create gradients before there is a graph.
+        """
+        return {name: self.tensors[name] for name in self._parameters if name in self._present}
 
 
 def _global_generator(device: torch.device) -> torch.Generator:
