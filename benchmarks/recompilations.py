@@ -62,7 +62,7 @@ def of_module(used: Any) -> tuple[list[float], int]:
     """Returns the losses of a program, and the number of graphs of its wrapped module."""
     wrapped = ORTModule(used.model)
     losses = trained(used, in_a_loop(wrapped))
-    return losses, sum(map(len, wrapped._graphs._found.values()))
+    return losses, sum(map(len, wrapped._graphs._by_kind.values()))
 
 
 def main() -> None:

@@ -194,8 +194,7 @@ class ORTTrainer:
             TypeError, ValueError: If the batch does not fit the description. The step then counts and changes nothing.
             ExportError: In the first step, if the model can't be exported.
         """
-        outputs = self._loop.train(args, kwargs)
-        return outputs[0] if len(outputs) == 1 else outputs
+        return bare(self._loop.train(args, kwargs))
 
     def eval_step(self, *args: Any, **kwargs: Any) -> torch.Tensor | Any:
         """Runs the model and the loss in evaluation mode: without dropout, batch norm with its running statistics.
@@ -321,8 +320,8 @@ class ORTTrainer:
     def save_as_onnx(self, path: str | os.PathLike[str]) -> None:
         """Writes the evaluation graph with the current weights: what :meth:`eval_step` computes, with loss and label.
 
-        Of an ONNX model it writes the model that came in, node for node, with the current weights; a ``loss_fn`` is not
-        part of it. The rest of this is about PyTorch models.
+        For an ONNX model, it writes the original model, node for node, with the current weights; a ``loss_fn`` is not
+        part of it. What follows is about PyTorch models.
 
         Dropout and batch norm are in their inference form. Inputs, outputs and dynamic dimensions have the names of the
         model description; weights have their PyTorch names. An existing file is replaced. With several processes, one
@@ -591,7 +590,7 @@ class ORTTrainer:
         state.save(
             self._loop,
             include_optimizer_states,
-            lambda found: save_checkpoint_file(path, to_state_dict(found), user_dict, overwrite),
+            lambda gathered: save_checkpoint_file(path, to_state_dict(gathered), user_dict, overwrite),
         )
 
     @in_transaction
@@ -622,17 +621,17 @@ class ORTTrainer:
 
         def read() -> dict[str, Any]:
             nonlocal was_read
-            found, own = load_checkpoint_file(*paths)
-            user_dict.update(own)
+            state_dict, values = load_checkpoint_file(*paths)
+            user_dict.update(values)
             was_read = True
-            return found
+            return state_dict
 
         try:
             state.load(self._loop, read, strict, owned=True)
         except (TypeError, LookupError, AttributeError, ArithmeticError) as error:
             if not was_read:
                 raise
-            # The file is wrong, not an argument.
+            # The error is in the file, not in an argument.
             names = ", ".join(shown(path) for path in paths)
             raise CheckpointError(f"{names} holds a value that is invalid in a checkpoint: {error}") from error
         return user_dict
@@ -698,10 +697,10 @@ class ORTTrainer:
         return self._loop.strategy.join(follow)
 
     def _bring(self, values: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Exchanges values with all other processes after all have agreed to."""
-        own = io.BytesIO()
-        save_checkpoint_file(own, {}, values)
-        return [load_checkpoint_file(io.BytesIO(found))[1] for found in self._loop.strategy.gather(own.getvalue())]
+        """Exchanges values with all other processes, after a meeting for this."""
+        buffer = io.BytesIO()
+        save_checkpoint_file(buffer, {}, values)
+        return [load_checkpoint_file(io.BytesIO(file))[1] for file in self._loop.strategy.gather(buffer.getvalue())]
 
     def __repr__(self) -> str:
         """Returns the model's name, the number of steps, and whose kernels compute them, once that is known."""

@@ -1,4 +1,4 @@
-"""``Executor``: runs of training and evaluation, graphs found by the shapes of a batch, and a window's gradients."""
+"""``Executor``: runs training and evaluation, chooses graphs by the shapes of a batch, accumulates gradients."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Executor:
         parameters: All parameters by name, trained or not. The executor uses these tensors directly and changes them.
         buffers: All buffers by name, used in the same way.
         device: The device of all tensors.
-        given_options: Options of the ONNX Runtime sessions, used as they are; None for the package's own.
+        given_options: The user's options of ONNX Runtime's sessions, used as they are; None for the package's.
         deterministic: Whether to request deterministic kernels.
         provider_options: Execution provider -> its options.
         mem_limit: Bytes that ONNX Runtime may allocate on a CUDA device; 0 for no limit.
@@ -45,11 +45,12 @@ class Executor:
 
     Attributes:
         parameters, buffers: As given.
-        outside: Other tensors that graphs take, by name: those that the model and the loss keep elsewhere.
+        outside: Tensors by name that graphs take, but that are neither parameters nor buffers of the model.
         providers: The execution providers of ONNX Runtime's sessions with their options, in order of preference.
-        variants: By mode, the key of the model's variant whose graphs are added, found and run; initially None.
+        variants: Mode -> key of the selected variant of the model, whose graphs are added and run; initially None.
         generator: Draws the random numbers of training.
-        left: The graph that ran last in training mode, and what it has left outside: its outputs ``Step.left``.
+        left: The graph that ran last in training mode, and its values for places outside tensors: the outputs
+            ``Step.left``.
         present_gradients, used_gradients, hold_gradients, restore_gradients: See ``present``, ``used``, ``hold`` and
             ``restore`` of :class:`_Gradients`.
         lazy_reset_grad: Makes the next :meth:`train` overwrite the gradients instead of adding to them.
@@ -99,7 +100,7 @@ class Executor:
 
     @functools.cached_property
     def options(self) -> SessionOptions:
-        """Options of ONNX Runtime's sessions; made when needed, because importing ONNX Runtime takes a while."""
+        """Options of ONNX Runtime's sessions; created when needed, because importing ONNX Runtime takes a while."""
         return session_options(self._given_options, self._deterministic)
 
     @property
@@ -131,7 +132,7 @@ class Executor:
             RuntimeError: If ONNX Runtime can't load it.
         """
         runner = self._make_runner(step)
-        # If any graph writes into bound memory, the gradients must not move.
+        # If any graph writes into bound memory, the gradients must stay where they are.
         self._gradients.stays |= step.training and runner.keeps_destinations
         for name in step.gradients:
             self._gradients.memory(name)
@@ -153,7 +154,7 @@ class Executor:
 
         Args:
             tensors: Parameters and buffers by name, of the same shapes, dtypes and device; or other tensors that
-                coming graphs count among their state.
+                are part of the state of later graphs.
         """
         for name, tensor in tensors.items():
             kinds = (self.parameters, self.buffers, self.outside)
@@ -194,12 +195,14 @@ class Executor:
             refused: Graphs whose branches the batch does not take.
 
         Returns:
-            The plan of the first graph that accepts the shapes, or of the one that ran last; None if there is none.
+            The plan of the first graph that accepts the shapes, or the one made earlier for such batches; None if no
+            graph accepts them.
 
         Raises:
             TypeError: If an input that the outputs need is missing.
         """
         shapes = list(map(_shape, batch.values()))
+        # None separates the outputs' names from the inputs'.
         key = (training, backward, self.variants[training], *names, None, *batch, *shapes)
         plan = self._plans.get(key)
         if plan is None or any(plan.runner.whole is step for step in refused):
@@ -211,7 +214,7 @@ class Executor:
                 runner = self._without(runner, set(batch), names)
             plan = self._plans[key] = runner.plan(dict(zip(batch, shapes, strict=True)), names)
             if len(self._plans) > _MAXIMUM_PLANS:
-                del self._plans[next(iter(self._plans))]
+                del self._plans[next(iter(self._plans))]  # the oldest
         return plan
 
     def train(
@@ -236,8 +239,8 @@ class Executor:
         step = plan.runner.step
         fresh = self._gradients.begin()
         results, written = self._run(plan, batch, fresh, loss_scale, check)
-        found = dict(zip(step.gradients, map(written.__getitem__, step.gradients.values()), strict=True))
-        self._gradients.take(found, fresh)
+        gradients = dict(zip(step.gradients, map(written.__getitem__, step.gradients.values()), strict=True))
+        self._gradients.take(gradients, fresh)
         return results
 
     def gradients_of(
@@ -250,12 +253,13 @@ class Executor:
         """
         self._gradients.begin()
         results, written = self._run(plan, batch, False, loss_scale, check)
-        found = {name: written[output] for name, output in plan.runner.step.gradients.items()}
-        # The next run overwrites bound tensors.
-        return results, {name: value.clone() for name, value in found.items()} if self._gradients.stays else found
+        gradients = {name: written[output] for name, output in plan.runner.step.gradients.items()}
+        if self._gradients.stays:  # the next run overwrites bound tensors
+            gradients = {name: value.clone() for name, value in gradients.items()}
+        return results, gradients
 
     def trial(self, step: Step, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Runs a training graph without an effect: gradients, buffers and random state stay as they are.
+        """Runs a training graph without effect: gradients, buffers and random state stay as they are.
 
         Args:
             step: Any training graph of PyTorch's kernels for this model.
@@ -268,11 +272,11 @@ class Executor:
         plan = runner.plan({name: tuple(value.shape) for name, value in batch.items()}, [step.loss])
         state = self.generator.get_state()
         try:
-            results, found = runner.run(plan, batch, loss_scale=self._scale(step, 1.0), generator=self.generator)
+            results, outputs = runner.run(plan, batch, loss_scale=self._scale(step, 1.0), generator=self.generator)
             check_branches(step, results)
         finally:
             self.generator.set_state(state)
-        return found[step.loss], {name: found[output] for name, output in step.gradients.items()}
+        return outputs[step.loss], {name: outputs[output] for name, output in step.gradients.items()}
 
     def forward(self, plan: Plan, batch: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
         """Runs the forward pass in training mode: draws random numbers and changes buffers, without gradients.
@@ -302,6 +306,7 @@ class Executor:
         return list(results.values())
 
     def _runners_for(self, training: bool) -> list[GraphRunner]:
+        """Returns the runners of a mode for the selected variant; appending to the list adds one."""
         return self._runners.setdefault((training, self.variants[training]), [])
 
     def _run(
@@ -315,8 +320,8 @@ class Executor:
         key = "fresh" if fresh else "add"
         destinations: dict[str, torch.Tensor] = {}
         if self._gradients.stays and key not in plan.bindings:
-            found = self._gradients.destinations(step.gradients, fresh)
-            destinations = {output: found[name] for name, output in step.gradients.items()}
+            tensors = self._gradients.destinations(step.gradients, fresh)
+            destinations = {output: tensors[name] for name, output in step.gradients.items()}
             destinations |= {output: self._updated[name] for name, output in step.buffer_updates.items()}
         results, written = plan.runner.run(
             plan,
@@ -342,30 +347,36 @@ class Executor:
         spec = step.loss_scale
         if spec is None:
             return None
-        known = self._scales.get(spec)
-        if known is None or known[0] != value:
+        cached = self._scales.get(spec)  # the same tensor needs no new binding
+        if cached is None or cached[0] != value:
             shape, dtype = [int(size) for size in spec.shape or ()], getattr(torch, spec.dtype)
-            known = self._scales[spec] = value, torch.full(shape, value, dtype=dtype, device=self._device)
-        return known[1]
+            cached = self._scales[spec] = value, torch.full(shape, value, dtype=dtype, device=self._device)
+        return cached[1]
 
     def _find(
         self, training: bool, shapes: Mapping[str, tuple[int, ...]], refused: Collection[Step]
     ) -> GraphRunner | None:
+        """Returns the runner of the first graph that takes inputs of these shapes and is not refused."""
         left = [runner for runner in self._runners_for(training) if all(runner.step is not step for step in refused)]
         return next((runner for runner in left if runner.step.takes(shapes)), None)
 
-    def _without(self, runner: GraphRunner, given: set[str], names: Sequence[str]) -> GraphRunner:
+    def _without(self, runner: GraphRunner, input_names: set[str], names: Sequence[str]) -> GraphRunner:
         """Returns a runner for the part of a graph that computes some outputs from some inputs."""
         key = (id(runner), tuple(names))
         if key not in self._pruned:
             self._pruned[key] = self._make_runner(runner.step.pruned(names))
             self._pruned[key].whole = runner.step
-        missing = [spec.name for spec in self._pruned[key].step.inputs if spec.name not in given]
+        missing = [spec.name for spec in self._pruned[key].step.inputs if spec.name not in input_names]
         if missing:
             raise TypeError(f"inputs {missing} are missing: outputs {list(names)} need them")
         return self._pruned[key]
 
     def _make_runner(self, step: Step) -> GraphRunner:
+        """Returns a runner of a graph on the executor's tensors.
+
+        Raises:
+            RuntimeError: If the graph can't be loaded.
+        """
         tensors = {**self.parameters, **self.buffers, **self.outside}
         state = {name: tensors[name] for name in step.state}
         try:
@@ -410,10 +421,10 @@ class _Gradients:
 
     def memory(self, name: str) -> torch.Tensor:
         """Returns the tensor of a gradient; creates it if it does not exist or was released."""
-        found = self.tensors.get(name)
-        if found is None or found.shape != self._parameters[name].shape:
-            found = self.tensors[name] = torch.zeros_like(self._parameters[name])
-        return found
+        gradient = self.tensors.get(name)
+        if gradient is None or gradient.shape != self._parameters[name].shape:
+            gradient = self.tensors[name] = torch.zeros_like(self._parameters[name])
+        return gradient
 
     def destinations(self, names: Iterable[str], fresh: bool) -> dict[str, torch.Tensor]:
         """Returns the tensors that a run writes: the gradients, or scratch tensors to add to them."""
@@ -430,6 +441,7 @@ class _Gradients:
             return False
         self._used = False
         if not self.stays:
+            # Empty tensors free the memory, while the names stay.
             self.tensors |= dict.fromkeys(
                 self.tensors.keys() - self._memory.keys(), torch.empty(0, device=self._device)
             )
@@ -441,15 +453,16 @@ class _Gradients:
             self.tensors |= written
             self._present = set(written)
         elif fresh:
+            # Gradients with required memory stay there; those that a run has not written there are copied.
             copied = [name for name in written if name in self._memory and written[name] is not self._memory[name]]
             if copied:
                 torch._foreach_copy_([self._memory[name] for name in copied], [written[name] for name in copied])
             self.tensors |= {**written, **{name: self._memory[name] for name in copied}} if copied else written
             self._present = set(written)
         else:
-            known = [name for name in written if name in self._present]
-            if known:
-                torch._foreach_add_([self.tensors[name] for name in known], [written[name] for name in known])
+            present = [name for name in written if name in self._present]
+            if present:
+                torch._foreach_add_([self.tensors[name] for name in present], [written[name] for name in present])
             for name in written.keys() - self._present:
                 self.memory(name).copy_(written[name])
                 self._present.add(name)
@@ -461,9 +474,7 @@ class _Gradients:
 
     def present(self) -> dict[str, torch.Tensor]:
         """Returns the gradients since the last reset; empty right after one."""
-        if not self._reset and len(self._present) == len(self.tensors):
-            return dict(self.tensors)
-        return {} if self._reset else self._found()
+        return {} if self._reset else self._present_tensors()
 
     def hold(self, gradients: Mapping[str, torch.Tensor]) -> None:
         """Takes the gradients that an update uses instead of the present ones; empty invalidates the gradients."""
@@ -472,7 +483,7 @@ class _Gradients:
 
     def used(self) -> dict[str, torch.Tensor]:
         """Returns the gradients that the last update used, divided and clipped; empty from the next run on."""
-        return self._found() if self._reset and self._used else {}
+        return self._present_tensors() if self._reset and self._used else {}
 
     def restore(self, gradients: Mapping[str, torch.Tensor]) -> None:
         """Sets the present gradients; empty for none."""
@@ -481,9 +492,13 @@ class _Gradients:
         self._present = set(gradients)
         self._reset, self._used = not gradients, False
 
-    def _found(self) -> dict[str, torch.Tensor]:
-        """Returns the present gradients, in the same order in all processes."""
-        return {name: tensor for name, tensor in self.tensors.items() if name in self._present}
+    def _present_tensors(self) -> dict[str, torch.Tensor]:
+        """Returns the present gradients in the order of the parameters.
+
+        Their norm is a sum whose rounding depends on the order, so it must be the same in all processes, and after a
+        checkpoint was loaded, which may create gradients before there is a graph.
+        """
+        return {name: self.tensors[name] for name in self._parameters if name in self._present}
 
 
 def _global_generator(device: torch.device) -> torch.Generator:

@@ -81,13 +81,14 @@ class FitToKernelsPass(ir.passes.InPlacePass):
                         modified = True
                         break
                 else:
-                    found = [value.dtype for value in node.inputs if value is not None and value.dtype is not None]
-                    operands = ", ".join(dtype.name.lower() for dtype in found)
+                    dtypes = [value.dtype for value in node.inputs if value is not None and value.dtype is not None]
+                    operands = ", ".join(dtype.name.lower() for dtype in dtypes)
                     missing.setdefault(f"{node.op_type} of {operands}", self._source(node))
         return FitResult(model, modified, [f"{what}: {where}" for what, where in missing.items()])
 
 
 def _names(model: ir.Model) -> Iterator[str]:
+    """Yields the names of all values of a model, in all its graphs."""
     for graph in (model.graph, *model.graph.subgraphs()):
         yield from (value.name or "" for value in graph.inputs)
         yield from (value.name or "" for node in graph for value in node.outputs)
@@ -142,7 +143,7 @@ def _outputs(
 ) -> tuple[ir.DataType, ...] | None:
     """Returns the types of a node's outputs for the given input types; None if the engine has no kernel for them.
 
-    They are empty if the engine does not tell.
+    The tuple is empty if the engine refuses the node for another reason; see :func:`~.ort.kernel_outputs`.
     """
     inputs = [
         None if dtype is None else ir.Value(name=f"i{index}", type=ir.TensorType(dtype))
@@ -159,13 +160,14 @@ def _outputs(
         name="node",
         opset_imports=imports,
     )
-    found = kernel_outputs(ir.to_proto(ir.Model(graph, ir_version=9)).SerializeToString(deterministic=True), device)
-    if found is None:
+    model = ir.to_proto(ir.Model(graph, ir_version=9)).SerializeToString(deterministic=True)
+    element_types = kernel_outputs(model, device)
+    if element_types is None:
         return None
-    if not found:
+    if not element_types:
         return ()
-    given = iter(found)
-    return tuple(ir.DataType(next(given)) if value.name else ir.DataType.UNDEFINED for value in outputs)
+    remaining = iter(element_types)
+    return tuple(ir.DataType(next(remaining)) if value.name else ir.DataType.UNDEFINED for value in outputs)
 
 
 def _mappings(types: set[ir.DataType]) -> Iterator[dict[ir.DataType, ir.DataType]]:
@@ -186,6 +188,15 @@ def _widen(
     widened: dict[tuple[ir.Value, ir.DataType], ir.Value],
     names: Names,
 ) -> None:
+    """Puts casts around a node, and widens the types in its attributes.
+
+    Args:
+        node: The node.
+        inputs, outputs: The types in which it computes.
+        mapping: Type -> wider type, for the attributes.
+        widened: Inputs that were cast already, by value and type: nodes share a cast. It is extended.
+        names: Makes names unique.
+    """
     graph = node.graph
     assert graph is not None
     for index, (value, wide) in enumerate(zip(node.inputs, inputs, strict=True)):

@@ -79,8 +79,8 @@ class NumPyMemory(OrtValueMemory):
 
     def received(self, value: OrtValue) -> Array:
         """Returns a tensor that ONNX Runtime has allocated."""
-        found: Array = value.numpy()
-        return found
+        array: Array = value.numpy()
+        return array
 
 
 class StateTensor:

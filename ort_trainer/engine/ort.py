@@ -1,7 +1,7 @@
 """The installed ONNX Runtime: what it is and can do, its devices, options, sessions and tensors.
 
 Only this module imports ``onnxruntime``. The import takes a third of a second, so it is delayed until a function needs
-it. :func:`preload` runs it while another process exports. Nothing here needs torch but what has a ``torch.device``.
+it. :func:`preload` runs it while another process exports. Only functions with a ``torch.device`` need torch.
 """
 
 from __future__ import annotations
@@ -70,9 +70,11 @@ DOMAINS = ("", "ai.onnx", "ai.onnx.ml", "ai.onnx.training", "ai.onnx.preview.tra
 CALLING_OUT = ("EPContext", "PythonOp", "PythonOpGrad")
 """Operators of these domains that call Python, or that read files named in the model."""
 
-# Of ONNX Runtime 1.19: it drops an output of the graph that is a range, and leaves its memory as it was.
+# In ONNX Runtime 1.19 this fusion drops a graph output that is a range, so the output's memory is never written.
 _WRONG = ("GatherToSliceFusion",)
+# Fusions into operators that may lack a kernel for the type; see make_session.
 _FUSIONS = ("MatMulScaleFusion", "MatmulTransposeFusion", "QuickGeluFusion")
+# (release of ONNX Runtime, newest opset that it implements)
 _OPSETS = (((1, 17), 20), ((1, 18), 21), ((1, 21), 22), ((1, 23), 23))
 _LOAD_FORMAT = "session.load_model_format"
 _PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
@@ -98,8 +100,8 @@ def _distributions(package: Path) -> list[str]:
 def installed_flavours() -> tuple[str, ...]:
     """Returns the distributions that installed the ``onnxruntime`` module; several overwrite each other's files."""
     package = _package()
-    found = [] if package is None else _distributions(package)
-    names = {name.split("-")[0].lower().replace("_", "-") for name in found}
+    distributions = [] if package is None else _distributions(package)
+    names = {name.split("-")[0].lower().replace("_", "-") for name in distributions}
     return tuple(sorted(name for name in names if name == "onnxruntime" or name.startswith("onnxruntime-")))
 
 
@@ -141,11 +143,11 @@ def engine_identity() -> str:
     package = _package()
     if package is None:
         return "none"
-    found = _distributions(package)
+    parts = _distributions(package)
     for library in sorted(package.glob("capi/*pybind11_state*")):
         status = library.stat()
-        found.append(f"{library.name} {status.st_size} {status.st_mtime_ns}")
-    return f"{package} {sorted(found)}"
+        parts.append(f"{library.name} {status.st_size} {status.st_mtime_ns}")
+    return f"{package} {sorted(parts)}"
 
 
 def __getattr__(name: str) -> Any:
@@ -184,8 +186,8 @@ def preload() -> None:
 
 def is_session_options(value: object) -> bool:
     """Returns whether a value is an ``onnxruntime.SessionOptions``, without importing ONNX Runtime."""
-    known = sys.modules.get("onnxruntime")
-    return known is not None and isinstance(value, known.SessionOptions)
+    onnxruntime = sys.modules.get("onnxruntime")
+    return onnxruntime is not None and isinstance(value, onnxruntime.SessionOptions)
 
 
 def maximum_opset() -> int:
@@ -239,7 +241,7 @@ CPU = Device("cpu")
 
 
 def parse_device(text: str) -> Device:
-    """Returns the device with a name.
+    """Returns the device that a name stands for.
 
     Raises:
         TypeError: If the name is not a str.
@@ -248,8 +250,8 @@ def parse_device(text: str) -> Device:
     if not isinstance(text, str):
         raise TypeError(f"device must be a str, such as 'cpu' or 'cuda:1', but {shown(text)} was given")
     kind, colon, index = text.partition(":")
-    known = kind in _PROVIDERS and (index.isdecimal() if colon else True) and not (kind == "cpu" and index.strip("0"))
-    if not known:
+    has_valid_index = index.isdecimal() if colon else True
+    if kind not in _PROVIDERS or not has_valid_index or (kind == "cpu" and index.strip("0")):
         raise ValueError(f"unknown device {text!r}: use 'cpu', 'cuda' or 'cuda:N'")
     available = available_providers()
     if _PROVIDERS[kind] not in available:
@@ -270,7 +272,7 @@ def resolve_device(name: str, explicit: bool, local_rank: int | None = None) -> 
             index; without it, PyTorch's current device is used.
 
     Raises:
-        ValueError: If a given device is not available.
+        ValueError: If the requested device is not available.
     """
     import torch
 
@@ -339,29 +341,29 @@ def providers_for(
     return [*extra.items(), *implied.items()]
 
 
-def session_options(given: SessionOptions | None, deterministic: bool) -> SessionOptions:
+def session_options(user_options: SessionOptions | None, deterministic: bool) -> SessionOptions:
     """Returns the options for all ONNX Runtime sessions of a trainer.
 
     Args:
-        given: The user's own options, used as they are and never changed.
+        user_options: The user's options, used as they are and never changed; None for the package's.
         deterministic: The option ``debug.deterministic_compute``.
 
     Raises:
-        ValueError: If the user's own options lack the requested deterministic compute, or expect models in ONNX
+        ValueError: If the user's options lack the requested deterministic compute, or expect models in ONNX
             Runtime's own format.
     """
-    if given is not None:
-        if load_format(given) != "ONNX":
+    if user_options is not None:
+        if load_format(user_options) != "ONNX":
             raise ValueError(
-                f"session_options have {_LOAD_FORMAT} {load_format(given)!r}, but models in ONNX "
+                f"session_options have {_LOAD_FORMAT} {load_format(user_options)!r}, but models in ONNX "
                 "Runtime's own format (.ort) can't be differentiated; training graphs are always ONNX: leave it out"
             )
-        if deterministic and not given.use_deterministic_compute:
+        if deterministic and not user_options.use_deterministic_compute:
             raise ValueError(
                 "debug.deterministic_compute is True, but the given session_options are used as they are and have "
                 "use_deterministic_compute = False: set it to True in them"
             )
-        return given
+        return user_options
     import torch
 
     # Both libraries get the same number of threads.
@@ -424,12 +426,12 @@ def profiling(options: SessionOptions, prefix: str) -> Iterator[None]:
             user's own.
         prefix: Prefix of the file's path.
     """
-    known = options.enable_profiling, options.profile_file_prefix
+    previous = options.enable_profiling, options.profile_file_prefix
     options.enable_profiling, options.profile_file_prefix = True, prefix
     try:
         yield
     finally:
-        options.enable_profiling, options.profile_file_prefix = known
+        options.enable_profiling, options.profile_file_prefix = previous
 
 
 @functools.lru_cache(maxsize=4096)
@@ -472,12 +474,12 @@ def kernel_outputs(model: bytes, device: str) -> tuple[int, ...] | None:
 
 def element_type(kind: str) -> str:
     """Returns NumPy's name of the element type in ONNX Runtime's name of a type: float32 for ``tensor(float)``."""
-    found = kind.removeprefix("tensor(").removesuffix(")")
-    return {"float": "float32", "double": "float64"}.get(found, found)
+    name = kind.removeprefix("tensor(").removesuffix(")")
+    return {"float": "float32", "double": "float64"}.get(name, name)
 
 
 def provider_failure() -> type[Exception]:
-    """Returns the class of the errors that tell of a failed execution provider."""
+    """Returns the class of the error that a failed execution provider raises."""
     engine()
     from onnxruntime.capi import onnxruntime_pybind11_state as bindings
 

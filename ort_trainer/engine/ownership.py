@@ -34,10 +34,10 @@ def shared_groups(tensors: Named, trained: Collection[str]) -> list[list[str]]:
             active.append(name)
     order = list(tensors)
     groups = {id(group): sorted(group, key=order.index) for group in group_of.values() if len(group) > 1}
-    found = [group for group in groups.values() if _is_bindable(group, tensors) or set(group) & set(trained)]
-    for group in found:
+    shared = [group for group in groups.values() if _is_bindable(group, tensors) or set(group) & set(trained)]
+    for group in shared:
         _check(group, tensors)
-    return found
+    return shared
 
 
 def owned_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -66,6 +66,7 @@ def own_copies(tensors: Named, trained: Collection[str], device: torch.device) -
 
 
 def _by_storage(tensors: Named) -> dict[int, list[str]]:
+    """Returns the names of tensors in one storage, for storages with several; address -> names."""
     storages: dict[int, list[str]] = {}
     for name, tensor in tensors.items():
         if tensor.numel():
@@ -81,22 +82,25 @@ def _extent(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def _overlap(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Returns whether two tensors in the same storage have an element in common."""
     (start, stop), (other_start, other_stop) = _extent(first), _extent(second)
     if stop <= other_start or other_stop <= start:
         return False
     if (first.is_contiguous() and second.is_contiguous()) or first.dtype != second.dtype:
         return True
-    # Columns of a matrix interleave without overlapping, so mark the elements of one tensor and look for the other's.
+    # Columns of a matrix interleave without overlapping, so mark one tensor's elements and look for marks in the other.
     marks = torch.zeros(max(stop, other_stop) // first.element_size(), dtype=torch.bool)
     marks.as_strided(first.shape, first.stride(), first.storage_offset()).fill_(True)
     return bool(marks.as_strided(second.shape, second.stride(), second.storage_offset()).any())
 
 
 def _is_bindable(group: list[str], tensors: Named) -> bool:
+    """Returns whether a graph can bind all tensors of a group: contiguous ones of one dtype."""
     return all(tensors[name].is_contiguous() for name in group) and len({tensors[n].dtype for n in group}) == 1
 
 
 def _check(group: list[str], tensors: Named) -> None:
+    """Raises if a graph can't bind the memory of a group of tensors."""
     if not _is_bindable(group, tensors):
         wrong = [name for name in group if not tensors[name].is_contiguous()]
         what = f"{wrong} not contiguous" if wrong else "with different dtypes"

@@ -106,7 +106,7 @@ class Plan:
         sizes: The sizes of the symbolic dimensions.
         bindings: Key of a set of destinations -> its binding.
         results: Names of all results that a run computes.
-        function: Of a graph of programs, what computes them.
+        function: Computes these results; only for graphs of programs.
     """
 
     runner: GraphRunner
@@ -131,7 +131,7 @@ class GraphRunner(ABC):
         keeps_destinations: Whether runs write into bound destinations; otherwise destinations are optional.
         inputs: Names of the graph's inputs: state, batch, random numbers, loss scale.
         outputs: Names of the graph's outputs.
-        whole: The step, or that of which it is a part.
+        whole: The step itself, or the unpruned step of which it is a part.
     """
 
     keeps_destinations: bool
@@ -176,7 +176,7 @@ class GraphRunner(ABC):
 
     @abstractmethod
     def call(self, values: list[Any], results: Callable[[], Sequence[Kind]]) -> Sequence[Any]:
-        """Runs the graph on all its inputs, the state among them, without a plan.
+        """Runs the graph on all its inputs, including the state, without a plan.
 
         Args:
             values: The values of :attr:`inputs`. The list is emptied, to free them early.
@@ -225,7 +225,7 @@ class SessionRunner(GraphRunner):
         memory: The memory of all tensors.
         options: Options of the session.
         providers: Execution providers of the session with their options.
-        session: The session, if there is one already.
+        session: An existing session for the step; None to create one.
     """
 
     keeps_destinations = True
@@ -260,12 +260,12 @@ class SessionRunner(GraphRunner):
         options: RunOptions | None = None,
     ) -> tuple[dict[str, Any], Mapping[str, Any]]:
         """Runs the graph once; see the base class."""
-        known = plan.bindings.get(destination_key) or self.bind(plan, destination_key, self._state, destinations or {})
-        binding, memory = known.binding, self._memory
-        # Kept alive during the run: bindings hold addresses only.
+        bound = plan.bindings.get(destination_key) or self.bind(plan, destination_key, self._state, destinations or {})
+        binding, memory = bound.binding, self._memory
+        # Keeps the tensors alive during the run: a binding only holds their addresses.
         alive = [memory.bind_input(binding, name, value) for name, value in batch.items()]
-        if self.step.loss_scale is not None and loss_scale is not None and loss_scale is not known.loss_scale:
-            known.loss_scale = memory.bind_input(binding, self.step.loss_scale.name, loss_scale)
+        if self.step.loss_scale is not None and loss_scale is not None and loss_scale is not bound.loss_scale:
+            bound.loss_scale = memory.bind_input(binding, self.step.loss_scale.name, loss_scale)
         drawn = self._draw(with_probabilities(plan.random, self._state), generator) if plan.random else []
         for (spec, _), value in zip(plan.random, drawn, strict=True):
             alive.append(memory.bind_input(binding, spec.name, value))
@@ -273,12 +273,12 @@ class SessionRunner(GraphRunner):
         self._launch(binding, options)
         if any(value is None for value in results.values()):
             # get_outputs() returns them in the order of their first binding.
-            found = dict(zip([*known.destinations, *results], binding.get_outputs(), strict=True))
-            results |= {name: memory.received(found[name]) for name, value in results.items() if value is None}
+            ort_values = dict(zip([*bound.destinations, *results], binding.get_outputs(), strict=True))
+            results |= {name: memory.received(ort_values[name]) for name, value in results.items() if value is None}
         for output in plan.outputs:
             if output.bound is not output.dtype:
                 results[output.name] = results[output.name].to(output.dtype)
-        return results, known.destinations
+        return results, bound.destinations
 
     def call(self, values: list[Any], results: Callable[[], Sequence[Kind]]) -> Sequence[Any]:
         """Runs the graph on all its inputs; see the base class."""
@@ -286,18 +286,19 @@ class SessionRunner(GraphRunner):
         alive = [memory.bind_input(binding, name, value) for name, value in zip(self.inputs, values, strict=True)]
         kinds = zip(self.outputs, results(), strict=True)
         wanted = [Output(name, shape, *memory.dtypes(dtype_name(dtype))) for name, (shape, dtype) in kinds]
-        found = [memory.bind_new(binding, output) for output in wanted]
+        outputs = [memory.bind_new(binding, output) for output in wanted]
         self._launch(binding, None)
-        if any(value is None for value in found):
-            received = binding.get_outputs()
-            found = [
-                memory.received(own) if value is None else value for value, own in zip(found, received, strict=True)
+        if any(value is None for value in outputs):
+            allocated = binding.get_outputs()
+            outputs = [
+                memory.received(ort_value) if value is None else value
+                for value, ort_value in zip(outputs, allocated, strict=True)
             ]
         alive.clear()
         values.clear()
         return [
             value.to(output.dtype) if output.bound is not output.dtype else value
-            for value, output in zip(found, wanted, strict=True)
+            for value, output in zip(outputs, wanted, strict=True)
         ]
 
     def bind(self, plan: Plan, key: Any, inputs: Mapping[str, Any], destinations: Mapping[str, Any]) -> Binding:
@@ -307,8 +308,8 @@ class SessionRunner(GraphRunner):
             self._memory.bind_input(binding, name, value)
         for name, value in destinations.items():
             self._memory.bind_output(binding, name, value)
-        known = plan.bindings[key] = Binding(binding, destinations)
-        return known
+        bound = plan.bindings[key] = Binding(binding, destinations)
+        return bound
 
     def _launch(self, binding: Any, options: RunOptions | None) -> None:
         """Runs the bound inputs and outputs on ONNX Runtime."""
@@ -329,7 +330,7 @@ def check_branches(step: Step, results: dict[str, Any]) -> None:
         ValueBranchError: If the batch takes another branch, so that no result is valid.
     """
     for name, (value, line) in step.assumptions.items():
-        if bool(results.pop(name)) != value:  # the first one: what comes after it in the model may not run at all
+        if bool(results.pop(name)) != value:  # only the first: in PyTorch, the model may never reach the later ones
             raise ValueBranchError(
                 f"this batch takes another branch of the model than the one in its graph: the condition is {not value} "
                 f"and the graph assumes {value}, as in the batch that it was exported for. Nothing has changed. {line}"
@@ -350,10 +351,11 @@ def with_probabilities(wanted: Wanted, state: Mapping[str, Any]) -> Wanted:
 
 
 def _with_probability(spec: RandomInput, kept: float) -> RandomInput:
+    # Dropout scales the elements that it keeps by 1 / P(kept); the factor is the second parameter of "bernoulli".
     rest = (1.0 / kept,) if spec.kind == "bernoulli" else spec.parameters[1:]
     return spec._replace(parameters=(kept, *rest))
 
 
 def evaluated(shape: Sequence[Dim] | None, sizes: Mapping[str, int]) -> tuple[int, ...] | None:
-    """Returns a shape for sizes of the symbolic dimensions; None for an unknown one."""
+    """Returns a shape as numbers, for sizes of the symbolic dimensions; None for an unknown shape."""
     return None if shape is None else tuple(evaluate(size, sizes) for size in shape)

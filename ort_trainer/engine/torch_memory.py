@@ -16,7 +16,7 @@ from .programs.dropout import draw_mask, unpacked
 
 if TYPE_CHECKING:
     from .ort import OrtValue
-    from .runner import Output
+    from .runner import Output, Wanted
 
 __all__ = ["TorchMemory", "as_taken", "dense_order", "freed_storages", "in_order", "order_of", "readable", "shaped"]
 
@@ -81,11 +81,9 @@ class TorchMemory:
         """Returns a tensor that ONNX Runtime has allocated."""
         return torch.from_numpy(value.numpy()).to(self.device)
 
-    def draw(
-        self, wanted: Sequence[tuple[RandomInput, tuple[int, ...]]], generator: torch.Generator | None
-    ) -> list[torch.Tensor]:
+    def draw(self, wanted: Wanted, generator: torch.Generator | None) -> list[torch.Tensor]:
         """Returns new random numbers, contiguous and in dtypes that can be bound."""
-        # All masks of a run are drawn from one key, which is drawn before anything else.
+        # All masks of a run are derived from one key, which is drawn before any other number.
         with_key = any(spec.kind in ("key", "mask") for spec, _ in wanted)
         key = torch.randint(KEYS, (), generator=generator, device=self.device).cpu() if with_key else None
         return [_sample(spec, shape, self.device, generator, key) for spec, shape in wanted]
@@ -108,7 +106,7 @@ class TorchMemory:
 def readable(name: str, value: torch.Tensor) -> torch.Tensor:
     """Returns a tensor whose memory holds its values as they are, so that it can be read by its address.
 
-    Takes less than half a microsecond. Of a tensor that is negated or conjugated only when it is read, returns a copy.
+    Returns a copy of a tensor with a lazy negation or conjugation. Takes less than half a microsecond.
 
     Args:
         name: The name of the input, for the error.
@@ -134,12 +132,12 @@ def order_of(value: torch.Tensor) -> tuple[int, ...]:
 
 def in_order(value: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
     """Returns a tensor whose dimensions are in an order in memory, as :func:`order_of` returns it."""
-    return _put_back(value.permute(*order).contiguous(), order)
+    return _put_back(value.permute(tuple(order)).contiguous(), order)
 
 
 def _put_back(value: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
-    """Returns the tensor that ``value.permute(*order)`` was made of."""
-    return value.permute(*map(order.index, range(len(order))))
+    """Undoes ``permute(order)``."""
+    return value.permute([order.index(axis) for axis in range(len(order))])  # one argument: there may be no dimensions
 
 
 def dense_order(sizes: Sequence[int], strides: Sequence[int]) -> tuple[int, ...] | None:
@@ -154,14 +152,14 @@ def dense_order(sizes: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]
 
 
 def freed_storages(owner: str, tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
-    """Returns which parameters and buffers have no storage any more, for an error; "" if all have one."""
+    """Describes the parameters and buffers whose storage was freed, for an error; "" if there are none."""
     plain = [(name, value) for name, value in tensors if value.layout is torch.strided and not value.is_meta]
     freed = [name for name, value in plain if value.numel() and not value.untyped_storage().nbytes()]
     return f"the storage of {freed[:3]} of {owner} was {_FREED}, as FSDP does between two uses" if freed else ""
 
 
 def _kind(value: torch.Tensor) -> str:
-    """Returns what a tensor without ordinary memory is, and what to do."""
+    """Describes a tensor without ordinary memory, and says what to do, for an error."""
     if isinstance(value, (UninitializedBuffer, UninitializedParameter)):
         return "a parameter of a lazy module that has no shape yet: call the module once with a batch"
     if torch._C._functorch.is_functorch_wrapped_tensor(value):
@@ -175,28 +173,30 @@ def _kind(value: torch.Tensor) -> str:
     if value.layout is not torch.strided:
         return f"of the layout {value.layout}: call to_dense()"
     if type(value) not in (torch.Tensor, torch.nn.Parameter):
-        known = {
+        advice = {
             "MaskedTensor": ": call to_tensor(), and pass the mask as another input",
             "DTensor": ": call full_tensor(), or to_local() for this process's part",
             "FakeTensor": ", which holds no values: make the batch outside FakeTensorMode",
         }
-        return (
-            f"a {type(value).__name__}{known.get(type(value).__name__, ', which holds no values: pass a plain tensor')}"
-        )
+        kind = type(value).__name__
+        return f"a {kind}{advice.get(kind, ', which holds no values: pass a plain tensor')}"
     if value.is_meta:
         return "on the device 'meta', which holds no values: make it on the model's device"
     if value._is_zerotensor():
         return "a zero tensor: call clone()"
-    return f"one whose storage was {_FREED}: make it anew, or pass a clone() made before"
+    return f"one whose storage was {_FREED}: create it again, or pass a clone() from before"
 
 
 def _is_other_kind(value: torch.Tensor) -> bool:
-    """Returns whether a tensor is of a subclass with operators of its own, and so perhaps without memory."""
+    """Returns whether a tensor's subclass overrides its operators; such a tensor may have no memory."""
     return type(value).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
 
 
 def shaped(sizes: Iterable[int | torch.SymInt]) -> torch.Tensor:
-    """Returns a tensor for :data:`~ort_trainer.step.SIZES`; contiguous strides of many sizes would overflow."""
+    """Returns an empty tensor whose shape carries sizes, for :data:`~ort_trainer.step.SIZES`.
+
+    Its strides are 0, because contiguous strides of many sizes would overflow.
+    """
     shape = (0, *sizes)
     return torch.empty_strided(shape, (0,) * len(shape))
 
@@ -207,6 +207,7 @@ def as_taken(value: torch.Tensor) -> torch.Tensor:
 
 
 def _bound_type(dtype: torch.dtype) -> torch.dtype:
+    """Returns the dtype in which ONNX Runtime reads or writes a tensor of a dtype."""
     return torch.float32 if dtype == torch.bfloat16 else dtype
 
 
@@ -227,12 +228,13 @@ def _sample(
     if spec.kind == "permutation":
         return torch.randperm(*shape, generator=generator, dtype=dtype, device=device)
     order = spec.order or range(len(shape))
-    # A view with PyTorch's own strides, on which the order of the drawn numbers depends.
+    # A view with the strides of PyTorch's own tensor: numbers are drawn in the order of the memory.
     value = _put_back(torch.empty([shape[axis] for axis in order], dtype=dtype, device=device), order)
     return _fill(value, spec, generator).contiguous().to(_bound_type(dtype))
 
 
 def _fill(value: torch.Tensor, spec: RandomInput, generator: torch.Generator | None) -> torch.Tensor:
+    """Fills a tensor in place with random numbers, and returns it."""
     if spec.kind == "bernoulli":
         probability, factor = spec.parameters
         value.bernoulli_(probability, generator=generator)

@@ -1,4 +1,4 @@
-"""What a graph has to know of a call's arguments and results beyond their values: where they are in memory.
+"""What a graph must know of a call's arguments and results beyond their values: where they are in memory.
 
 One tensor that is two arguments is one input. A result that is an argument, or another result, comes back as such, so
 that a change in place of one reaches the other.
@@ -50,25 +50,27 @@ def merged(layouts: Sequence[Layout], leaves: dict[str, torch.Tensor]) -> tuple[
 
 
 def layout_of(value: torch.Tensor) -> tuple[int, ...]:
-    """Returns the order of a tensor's dimensions in memory if it fills its memory; otherwise its strides, which begin
-    with -1 here."""
+    """Returns the order of a tensor's dimensions in memory.
+
+    If there are gaps or shared elements, it returns -1 and the strides instead.
+    """
     strides = value.stride()
     order = dense_order(value.shape, strides)
     return (-1, *strides) if order is None else order
 
 
 def clone(value: torch.Tensor) -> torch.Tensor:
-    """Returns a copy with the same strides, where that is possible."""
+    """Returns a copy, with the same strides if possible."""
     if value.is_contiguous() or 0 in value.stride():
         return value.clone()
     try:
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device).copy_(value)
-    except RuntimeError:  # places share memory
+    except RuntimeError:  # elements share memory
         return value.clone()
 
 
 def refuse_subclasses(leaves: Mapping[str, torch.Tensor]) -> None:
-    """Raises if an input is a tensor with rules of its own.
+    """Raises if an input is of a subclass of tensors, which may have its own operators.
 
     Raises:
         ExportError: If so.
@@ -80,7 +82,7 @@ def refuse_subclasses(leaves: Mapping[str, torch.Tensor]) -> None:
 
 @contextlib.contextmanager
 def without_reading_memory(leaves: Mapping[str, torch.Tensor]) -> Iterator[None]:
-    """Runs a forward pass on trial, and raises if it depends on where its inputs are in memory.
+    """A context of a trial run, which raises if the forward pass depends on where its inputs are in memory.
 
     A graph knows the order of an input's dimensions, but no offset, and no gaps between its elements.
 
@@ -130,7 +132,7 @@ def refuse_shared_memory(leaves: Mapping[str, torch.Tensor], state: Sequence[tor
 
 
 def private(layout: Layout) -> Layout:
-    """Returns a layout with copies of all objects that have a state, as a run on trial may change it."""
+    """Returns a layout with copies of all objects that have a state, because a trial run may change it."""
     return mapped(layout, lambda part: (*part[:2], copy.deepcopy(part[2]), *part[3:]) if len(part) > 3 else part)
 
 
@@ -146,7 +148,7 @@ def as_before(
         layouts: The layouts from which they were built, by name.
         values: The arguments.
         leaves: The tensors in them.
-        numbers: Names of numbers that the layouts have apart.
+        numbers: Numbers for which the layouts have names instead of values.
 
     Raises:
         ExportError: If so.
@@ -157,7 +159,9 @@ def as_before(
         after = list(merged(after, now))
     for (name, before), layout in zip(layouts.items(), after, strict=True):
         if before != with_numbers_apart(layout, name, {}, numbers):
-            raise ExportError(f"forward() changes its argument {name!r}, which is no tensor: return what it adds to it")
+            raise ExportError(
+                f"forward() changes its argument {name!r}, which is not a tensor: return what it adds to it"
+            )
     if now.keys() != leaves.keys() or any(now[name] is not value for name, value in leaves.items()):
         raise ExportError("forward() puts other tensors into its arguments: return them instead")
 
@@ -167,10 +171,10 @@ class Link:
     """A result that shares its memory with another tensor of the call.
 
     Attributes:
-        place: Of the result, among the tensors that are returned.
-        source: The place of the other one, among the tensors that are returned, or among the graph's values.
-        of_values: Whether it is one of the values.
-        is_view: Whether it is a view of other shape, or the same tensor.
+        place: The place of the result among the returned tensors.
+        source: The place of the other tensor, among the returned tensors or among the graph's values.
+        of_values: Whether the other tensor is one of the values.
+        is_view: Whether the result is a view of the other tensor, perhaps of another shape; if not, it is that tensor.
     """
 
     place: int
@@ -178,10 +182,10 @@ class Link:
     of_values: bool
     is_view: bool
 
-    def apply(self, found: list[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+    def apply(self, tensors: list[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
         """Puts the other tensor, or a view of it, in place of the copy that the graph returns."""
-        source = (values if self.of_values else found)[self.source]
-        found[self.place] = source.view(found[self.place].shape) if self.is_view else source
+        source = (values if self.of_values else tensors)[self.source]
+        tensors[self.place] = source.view(tensors[self.place].shape) if self.is_view else source
 
 
 def links(outputs: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> list[Link]:
@@ -194,7 +198,7 @@ def links(outputs: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> li
     Raises:
         ExportError: If a result shares a part of its memory with another tensor.
     """
-    found: list[Link] = []
+    shared: list[Link] = []
     sources: dict[int, list[tuple[int, bool, torch.Tensor]]] = {}
     for place, value in enumerate(values):
         sources.setdefault(_memory(value), []).append((place, True, value))
@@ -209,14 +213,15 @@ def links(outputs: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> li
                     "forward() returns a tensor that is a part of another one that it returns or was given, or of a "
                     "parameter: a graph returns copies, which a change in place would not reach. Return .clone() of it"
                 )
-            found.append(Link(place, source, of_values, value is not output))
+            shared.append(Link(place, source, of_values, value is not output))
             break
         else:
             group.append((place, False, output))
-    return found
+    return shared
 
 
 def _memory(value: torch.Tensor) -> int:
+    """Returns the address of a tensor's storage."""
     return value.untyped_storage().data_ptr()
 
 
@@ -231,7 +236,7 @@ def _overlap(first: torch.Tensor, second: torch.Tensor) -> bool:
 
 
 def _bytes_of(memory: torch.Tensor, value: torch.Tensor, at: int) -> torch.Tensor:
-    """Returns one byte of each element of a tensor, as a view of a tensor with an element for each byte."""
+    """Returns byte ``at`` of each element of a tensor, as a view of ``memory``, which has an element for each byte."""
     size = value.element_size()
     strides = [stride * size for stride in value.stride()]
     return memory.as_strided(value.shape, strides, value.storage_offset() * size + at)

@@ -1,4 +1,4 @@
-"""What a call does if no graph can run it: PyTorch runs it, with one warning that says why, or it is an error."""
+"""What a call does if no graph can run it: PyTorch runs it, with one warning that says why, or it raises an error."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ _RUNNING: set[tuple[int, int]] = set()
 
 @contextlib.contextmanager
 def running(module: nn.Module) -> Iterator[None]:
-    """Says that a module runs in this thread, in PyTorch or for a capture."""
+    """Marks a module as running in this thread, in PyTorch or for a capture."""
     entry = (threading.get_ident(), id(module))
     if entry in _RUNNING:
         yield
@@ -112,16 +112,16 @@ def is_running(module: nn.Module) -> bool:
     return bool(_RUNNING) and (threading.get_ident(), id(module)) in _RUNNING
 
 
-def policy_of(given: Any) -> str:
+def policy_of(policy: Any) -> str:
     """Returns a policy: the argument, or what the environment variable of the legacy ``ORTModule`` says, or "warn".
 
     Raises:
         ValueError: If either has an unknown value.
     """
-    if given is not None:
-        if given not in POLICIES:
-            raise ValueError(f"fallback must be one of {list(POLICIES)}, but is {shown(given)}")
-        return str(given)
+    if policy is not None:
+        if policy not in POLICIES:
+            raise ValueError(f"fallback must be one of {list(POLICIES)}, but is {shown(policy)}")
+        return str(policy)
     chosen = os.environ.get(_VARIABLE, "").replace("|", " ").split()
     unknown = [name for name in chosen if name not in _OF_VARIABLE]
     if unknown:
@@ -133,7 +133,7 @@ def policy_of(given: Any) -> str:
 
 
 def foreign_context() -> str:
-    """Returns who runs or records PyTorch's operators in a way of its own; "" if nobody does."""
+    """Returns what else runs or records PyTorch's operators now, such as ``torch.compile``; "" if nothing does."""
     if torch.compiler.is_compiling():
         return "torch.compile or torch.export"
     if torch._C._get_tracing_state() is not None:
@@ -156,7 +156,7 @@ class Fallback:
 
     Attributes:
         policy: As given.
-        entered: Whether a call has come as far as to look for graphs, since this was last set to False.
+        entered: Whether a call from outside the module has arrived since this was last set to False.
     """
 
     def __init__(self, module: nn.Module, policy: str) -> None:
@@ -173,7 +173,7 @@ class Fallback:
             kwargs: Its keyword arguments.
 
         Raises:
-            Exception: The reason, if the policy says so, or if the options are to blame; what PyTorch raises.
+            Exception: The reason, if the policy is ``error`` or the options are invalid; or the error of PyTorch's run.
         """
         if isinstance(reason, (IdleOptionError, OptionError)):
             raise reason
@@ -181,19 +181,19 @@ class Fallback:
             raise reason
         with running(self._module):
             result = self._module(*args, **kwargs)
-        # Only now: if PyTorch raises, too, the error is the user's, and the graph's reason would distract from it.
+        # Only now: if PyTorch raises, too, the error is the user's, and a warning would distract from it.
         if not isinstance(reason, SettlingError):
             self.warn(str(reason))
         return result
 
     def run_inside(self, context: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Runs the module in PyTorch inside a foreign context, which is to see its operators."""
-        if not torch.compiler.is_compiling():  # which would record the warning, and asked for PyTorch's operators
+        """Runs the module in PyTorch inside a foreign context, which must see its operators."""
+        if not torch.compiler.is_compiling():  # torch.compile would record the warning, and its user expects PyTorch
             reason = f"it is called inside {context}, which needs PyTorch's own operators"
             if self.policy == "error":
                 raise RuntimeError(f"{type(self._module).__name__} can't run as a graph: {reason}")
             self.warn(reason)
-        if "forward" not in vars(self._module):  # so it can't come back here; torch.compile can't record what follows
+        if "forward" not in vars(self._module):  # it can't call this wrapper; torch.compile can't record running()
             return self._module(*args, **kwargs)
         with running(self._module):
             return self._module(*args, **kwargs)
@@ -215,7 +215,7 @@ class Fallback:
 
 
 def refuse_uninitialized(module: nn.Module) -> None:
-    """Raises if a lazy module has not had its first call, which makes its parameters.
+    """Raises if a lazy module has not had its first call, which creates its parameters.
 
     Raises:
         SettlingError: If so.
@@ -226,7 +226,7 @@ def refuse_uninitialized(module: nn.Module) -> None:
 
 
 def refuse_freed(module: nn.Module) -> None:
-    """Raises if a parameter or buffer has lost its memory.
+    """Raises if the memory of a parameter or buffer was freed.
 
     Raises:
         OptionError: If so.
@@ -238,10 +238,10 @@ def refuse_freed(module: nn.Module) -> None:
 
 @contextlib.contextmanager
 def settled(module: nn.Module) -> Iterator[None]:
-    """Runs a forward pass on trial, and raises if it does what a graph would not do each time.
+    """A context of a trial run, which raises if the forward pass does what a graph would not repeat in each call.
 
-    That is to make or replace parts, as a first call may, and to print. Nothing is printed meanwhile, as the call is
-    repeated.
+    It must not create or replace parts of the module, as a first call may, and must not print. Nothing is printed
+    meanwhile, because the call will run again.
 
     Args:
         module: The module, whose state the caller restores.
@@ -272,5 +272,5 @@ def settled(module: nn.Module) -> Iterator[None]:
 
 
 def _parts(part: nn.Module) -> list[Any]:
-    """Returns what identifies the parts of a module; other tensors in place of buffers are handled."""
+    """Returns what identifies the parts of a module. Of buffers only names count: graphs handle other tensors there."""
     return [*map(id, part._modules.values()), *map(id, part._parameters.values()), *part._buffers]

@@ -52,15 +52,15 @@ def graphed_in(function: Callable[..., Any]) -> Graphed | None:
         if depth > _DEEPEST or id(value) in seen:
             return None
         seen.add(id(value))
-        return next((found for part in _held(value) if (found := search(part, depth + 1))), None)
+        return next((graphed for part in _held(value) if (graphed := search(part, depth + 1))), None)
 
     return search(function, 0)
 
 
 def rebound(function: Callable[..., Any], old: Any, new: Any) -> Callable[..., Any]:
-    """Returns a method of another object, or a partial with it among its arguments; other functions as they are.
+    """Returns a method of ``old``, or a partial that has it as an argument, with ``new`` instead; others unchanged.
 
-    A module that held a method of its own wrapper could not be copied.
+    The module keeps the function, and could not be copied if it held a method of its own wrapper.
     """
     if isinstance(function, types.MethodType) and function.__self__ is old:
         return types.MethodType(function.__func__, new)
@@ -71,6 +71,7 @@ def rebound(function: Callable[..., Any], old: Any, new: Any) -> Callable[..., A
 
 
 def _held(value: Any) -> list[Any]:
+    """Returns the functions that a function, partial or module holds."""
     if isinstance(value, nn.Module):
         module = vars(value).get("module", value)  # an ORTModule keeps attributes in its module
         return [part for key, part in vars(module).items() if key != "forward" and isinstance(part, _Marked)]
@@ -83,10 +84,10 @@ def _held(value: Any) -> list[Any]:
         except ValueError:  # not assigned yet
             continue
     code = getattr(value, "__code__", None)
-    if code is not None:  # a function; of the globals only the very thing, as they may be anything
+    if code is not None:  # a function: its globals may be anything, so only marked functions among them count
         of_globals = (value.__globals__.get(name) for name in code.co_names)
         held += [part for part in of_globals if isinstance(part, _Marked)]
-    own = getattr(value, "__dict__", None)
-    if isinstance(own, dict) and not isinstance(value, type):
-        held += own.values()
+    attributes = getattr(value, "__dict__", None)
+    if isinstance(attributes, dict) and not isinstance(value, type):
+        held += attributes.values()
     return [part for part in held if callable(part)]

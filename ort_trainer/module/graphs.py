@@ -50,7 +50,7 @@ from .arguments import (
 from .fallback import NoGraphError, OptionError, SettlingError, refuse_freed, refuse_uninitialized, running, settled
 from .passes import Call, Passes
 
-__all__ = ["CallGraphs"]
+__all__ = ["CallGraphs", "ExportedGraphs"]
 
 Layouts = tuple[Layout, ...]
 NamedLayouts = tuple[tuple[str, Layout], ...]
@@ -58,15 +58,15 @@ NamedLayouts = tuple[tuple[str, Layout], ...]
 _log = logging.getLogger(__name__)
 # Each costs an export; a module that fixes a size, or gets another constant in every call, must not export without end.
 _MAXIMUM_GRAPHS = 16
-# Calls that may change their module, as a first call does, before they count as a reason for no graph.
+# After so many calls that changed their module, as the first call of a lazy module does, the module gets no graph.
 _MAXIMUM_UNSETTLED = 3
 # Limit for remembered shapes.
 _MAXIMUM_CALLS = 1024
 
 
 @dataclasses.dataclass
-class _Found:
-    """Graphs that were exported.
+class ExportedGraphs:
+    """The graphs of one export, with all that a call needs.
 
     Attributes:
         description: The inputs that they were exported for.
@@ -74,7 +74,7 @@ class _Found:
         state: The dict and the key of every parameter, buffer and tensor from outside that they take, in order.
         results: Makes the module's result from the tensors in it.
         notes: What the module leaves outside, and more.
-        root: Where places begin.
+        root: The module and its arguments, from which places outside tensors are reached.
         links: Outputs that share their memory with others, or with what the graphs take.
         changes_inputs: Whether they change inputs in place.
     """
@@ -89,21 +89,21 @@ class _Found:
     changes_inputs: bool
 
     def result(self, tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> Any:
-        """Returns what the module returns, and leaves outside what it leaves.
+        """Returns the module's result, and writes what the module leaves outside tensors.
 
         Args:
             tensors: What the graphs returned.
             values: What they took.
         """
         left = self.notes.leftovers
-        own = len(tensors) - left.tensors
+        count = len(tensors) - left.tensors
         if left.writes:
-            left.leave(self.root, tensors[own:])
+            left.leave(self.root, tensors[count:])
         if self.links:
             tensors = list(tensors)
             for link in self.links:
                 link.apply(tensors, values)
-        return self.results(tensors[:own] if left.tensors else tensors)
+        return self.results(tensors[:count] if left.tensors else tensors)
 
     def tensors_in(self, result: Any) -> list[torch.Tensor]:
         """Returns the tensors in a result of the module, in the order in which the graphs return them."""
@@ -141,17 +141,19 @@ class CallGraphs:
         kinds = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
         self._names = [parameter.name for parameter in parameters if parameter.kind in kinds]
         self._forward = vars(self._module).get("forward")
-        self._watch: ModelWatch | None = None  # made in the next call: a lazy module has no parameters yet
-        self._found: dict[Any, list[_Found]] = {}
-        self._calls: dict[Any, tuple[_Found, Call]] = {}
-        # Numbers among the arguments that have changed from call to call, and their values in the present one. Of calls
-        # that differ only in numbers, the numbers of the first.
+        self._watch: ModelWatch | None = None  # created in the next call: a lazy module has no parameters yet
+        self._by_kind: dict[Any, list[ExportedGraphs]] = {}
+        self._calls: dict[Any, tuple[ExportedGraphs, Call]] = {}
+        # Numbers among the arguments that have changed from call to call, which makes them inputs of graphs.
         self._changing: set[str] = set()
+        # Their values in the current call.
         self._arguments: dict[str, Any] = {}
+        # What calls have in common that differ only in numbers -> the numbers of the first such call.
         self._first_numbers: dict[Any, dict[str, Any]] = {}
         self.refused: dict[Any, str] = {}
 
     def _begin(self) -> ModelWatch:
+        """Begins to watch the module, after checking that its parameters exist."""
         refuse_uninitialized(self._module)
         refuse_freed(self._module)
         self._watch = ModelWatch(self._module, list(canonical_names(self._module)), (), for_calls=True)
@@ -160,7 +162,7 @@ class CallGraphs:
         self._outside: dict[str, torch.Tensor] = {}
         return self._watch
 
-    def find(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[_Found, Call, list[torch.Tensor]]:
+    def find(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[ExportedGraphs, Call, list[torch.Tensor]]:
         """Returns graphs, a call of them, and the values that it takes.
 
         Args:
@@ -198,42 +200,42 @@ class CallGraphs:
         for value in leaves.values():
             key += (value.shape, value.dtype, value.requires_grad, value.is_contiguous() or layout_of(value))
         try:
-            known = self._calls.get(tuple(key))
+            entry = self._calls.get(tuple(key))
         except TypeError as error:
             raise TypeError(
                 f"an argument of {type(self._module).__name__} is neither a tensor nor a constant that can be compared "
                 f"({error}): pass arrays as tensors"
             ) from None
-        if known is None and self._has_changing_numbers(positional, named):
+        if entry is None and self._has_changing_numbers(positional, named):
             return self.find(args, kwargs)
-        if known is None:
+        if entry is None:
             with torch.inference_mode(False):
-                known = self._add(leaves, tuple(key))
+                entry = self._add(leaves, tuple(key))
             if len(self._calls) >= _MAXIMUM_CALLS:
                 self._calls.clear()
-            self._calls[tuple(key)] = known
-        found, call = known
-        if found.notes.tensors or found.notes.scalars:
+            self._calls[tuple(key)] = entry
+        graphs, call = entry
+        if graphs.notes.tensors or graphs.notes.scalars:
             self._outside.update(self._reads.carried(owned=False))
-        # Numbers as copies: the backward pass of a call may come after calls with other numbers.
-        scalars = found.notes.scalars
-        values = [tensors[name].clone() if name in scalars else tensors[name] for tensors, name in found.state]
-        if found.changes_inputs:
+        # Numbers are copied: the backward pass of this call may run after calls with other numbers.
+        scalars = graphs.notes.scalars
+        values = [tensors[name].clone() if name in scalars else tensors[name] for tensors, name in graphs.state]
+        if graphs.changes_inputs:
             refuse_shared_memory(leaves, values)
         values += leaves.values()
-        return found, call, values
+        return graphs, call, values
 
     def _with_numbers_apart(
         self, positional: Layouts, named: NamedLayouts, numbers: dict[str, Any], wanted: Collection[str] | None
     ) -> tuple[Layouts, NamedLayouts]:
-        """Returns layouts with names in place of numbers: of all, or of those that are wanted."""
+        """Returns layouts with names in place of the wanted numbers, or of all; puts their values into ``numbers``."""
         return (
             tuple(with_numbers_apart(part, self._name(at), numbers, wanted) for at, part in enumerate(positional)),
             tuple((name, with_numbers_apart(part, name, numbers, wanted)) for name, part in named),
         )
 
     def _has_changing_numbers(self, positional: Layouts, named: NamedLayouts) -> bool:
-        """Returns whether a call differs from another only in numbers; they are inputs of graphs from now on."""
+        """Returns whether a call differs from an earlier one only in numbers, and makes these inputs of graphs."""
         numbers: dict[str, Any] = {}
         kind = self._with_numbers_apart(positional, named, numbers, None)
         first = self._first_numbers.setdefault(kind, numbers)
@@ -242,27 +244,28 @@ class CallGraphs:
         return bool(changed)
 
     def _name(self, place: int) -> str:
+        """Returns the name of a positional argument."""
         return self._names[place] if place < len(self._names) else f"args.{place}"
 
-    def _add(self, leaves: Mapping[str, torch.Tensor], key: tuple[Any, ...]) -> tuple[_Found, Call]:
+    def _add(self, leaves: Mapping[str, torch.Tensor], key: tuple[Any, ...]) -> tuple[ExportedGraphs, Call]:
         """Finds or exports the graphs for inputs of other shapes."""
         shapes = {name: tuple(value.shape) for name, value in leaves.items()}
-        # Of the key, all but the sizes.
+        # The key without sizes: only the number of dimensions of each shape.
         kind = tuple(len(part) if isinstance(part, torch.Size) else part for part in key)
-        known = self._found.get(kind, [])
-        found = next((found for found in known if found.takes(shapes)), None)
-        if found is None:
+        candidates = self._by_kind.get(kind, [])
+        graphs = next((graphs for graphs in candidates if graphs.takes(shapes)), None)
+        if graphs is None:
             if kind in self.refused:
                 raise ExportError(self.refused[kind])
-            if sum(map(len, self._found.values())) + len(self.refused) >= _MAXIMUM_GRAPHS:
+            if sum(map(len, self._by_kind.values())) + len(self.refused) >= _MAXIMUM_GRAPHS:
                 raise RuntimeError(
                     f"{type(self._module).__name__} has been exported {_MAXIMUM_GRAPHS} times, for different sizes, "
                     "modes, settings or constants among its arguments. Pass numbers that change as tensors, pad inputs "
                     "to fewer sizes, or wrap the part of the model whose graph stays the same"
                 )
             description = CallDescription(input_shapes(leaves))
-            if known:
-                description = known[-1].description.covering(shapes)
+            if candidates:
+                description = candidates[-1].description.covering(shapes)
                 _log.warning(
                     "%s got inputs of other sizes than before, so it is exported again: %s",
                     type(self._module).__name__,
@@ -271,23 +274,26 @@ class CallGraphs:
             self._trial = None
             try:
                 with running(self._module):
-                    found = self._export(leaves, description, key)
+                    graphs = self._export(leaves, description, key)
             except SettlingError as error:
                 self._unsettled += 1
                 if self._unsettled <= _MAXIMUM_UNSETTLED:
                     raise
                 raise NoGraphError(kind) from ExportError(str(error))
             except Exception as error:
-                if self._trial is not None:  # what it has read decides whether another try is worth it
+                if self._trial is not None:  # another try is worth it only if something that the trial read has changed
                     self._reads.add(Notes(reads=tuple(self._trial.reads)))
                 raise NoGraphError(kind) from error
-            self._found.setdefault(kind, []).append(found)
-        return found, Call(found.passes, shapes)
+            self._by_kind.setdefault(kind, []).append(graphs)
+        return graphs, Call(graphs.passes, shapes)
 
-    def _export(self, leaves: Mapping[str, torch.Tensor], description: CallDescription, key: tuple[Any, ...]) -> _Found:
+    def _export(
+        self, leaves: Mapping[str, torch.Tensor], description: CallDescription, key: tuple[Any, ...]
+    ) -> ExportedGraphs:
+        """Runs the module once to see its result, then exports its graphs."""
         _, positional, named, with_grad, autocast, *_ = key
         module, options, watch = self._module, self._options, self._watch
-        assert watch is not None  # it has numbered the variant in the key
+        assert watch is not None  # find() has created it: the key has its variant
         device = _device_of([*leaves.values(), *module.parameters(), *module.buffers()])
         if device.type not in ("cpu", "cuda"):
             raise ValueError(f"ORTModule runs on the CPU or on CUDA, but the module is on {device}: move it")
@@ -314,6 +320,7 @@ class CallGraphs:
             tables=self._reads.tables,
         )
         sample = {name: value.clone() if value.is_inference() else value for name, value in leaves.items()}
+        noted: list[Notes] = []
         builder = GraphBuilder(
             call,
             cached=options.utils.cache_exports,
@@ -321,7 +328,6 @@ class CallGraphs:
             depends_on_modes=watch.depends_on_modes,
             noted=lambda notes, _: noted.append(notes),
         )
-        noted: list[Notes] = []
         forward, backward = builder.build_call(sample)
         notes = noted[-1]
         self._reads.add(notes)
@@ -342,15 +348,15 @@ class CallGraphs:
         linked = links(outputs, [*(owner[name] for owner, name in state), *copies.values()])
         changes_inputs = bool(forward.input_updates)
         results = self._results(result, notes)
-        return _Found(
+        return ExportedGraphs(
             description, passes, state, results, notes, Root(module, None, self._arguments), linked, changes_inputs
         )
 
     def _results(self, result: Any, notes: Notes) -> Callable[[Sequence[torch.Tensor]], Any]:
-        """Returns the function that makes the module's result from the tensors in it.
+        """Returns the function that builds the module's result from the tensors in it.
 
         Args:
-            result: What the module returned on trial.
+            result: What the module returned in the trial run.
             notes: The notes of the export.
         """
         code, root = notes.result, Root(self._module, None, self._arguments)
@@ -361,6 +367,11 @@ class CallGraphs:
         return lambda tensors: rebuild(layout, dict(zip(named, tensors, strict=True)))
 
     def _kernels(self, device: torch.device) -> str:
+        """Returns the kind of kernels for a device.
+
+        Raises:
+            OptionError: If the option asks for kernels that the device lacks.
+        """
         name = self._options.utils.kernels
         usable, _ = choose(name, lambda kernels: kernels.objection(device))
         if not usable:
@@ -368,6 +379,7 @@ class CallGraphs:
         return usable
 
     def _load(self, step: Step, memory: TorchMemory) -> GraphRunner:
+        """Returns a runner of a pass, for the kernels that its graph was made for."""
         options, deterministic = self._options, self._options.debug.deterministic_compute
         if step.programs is not None:
             return ProgramRunner(step, {}, memory, deterministic)
@@ -375,6 +387,7 @@ class CallGraphs:
         return SessionRunner(step, {}, memory, session_options(options.session_options, deterministic), providers)
 
     def _place(self, name: str) -> tuple[dict[str, Any], str]:
+        """Returns the dict and the key of a parameter or buffer; a later assignment to it is then seen."""
         path, _, key = name.rpartition(".")
         owner = self._module.get_submodule(path)
         return (owner._parameters if key in owner._parameters else owner._buffers), key
@@ -382,7 +395,7 @@ class CallGraphs:
     def _result(
         self, positional: Sequence[Layout], named: Mapping[str, Layout], copies: Mapping[str, torch.Tensor]
     ) -> Any:
-        """Runs the module once, without a trace, to see what it returns."""
+        """Runs the module once on copies, to see what it returns; leaves no side effects."""
         layouts = {self._name(at): private(layout) for at, layout in enumerate(positional)}
         layouts |= {name: private(layout) for name, layout in named.items()}
         values = {name: rebuild(layout, {**copies, **self._arguments}) for name, layout in layouts.items()}
@@ -403,6 +416,7 @@ class CallGraphs:
 
 
 def _tensors_in(result: Any, notes: Notes) -> list[torch.Tensor]:
+    """Returns the tensors in a result of a module, in the order in which its graphs return them."""
     if notes.result is not None:
         tensors: list[torch.Tensor] = []
         encode(result, tensors, {})

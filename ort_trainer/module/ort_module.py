@@ -17,16 +17,16 @@ from .verify import CallVerifier
 
 __all__ = ["ORTModule"]
 
-# What a wrapper and its module have in common, so that parameters have the same names in both, and hooks for state
-# dicts run however they are called.
+# Attributes that a wrapper shares with its module: parameters have the same names in both, and hooks of state dicts run
+# whichever of the two is asked.
 _SHARED = (
     *("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"),
     *("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
 )
-_OWN = frozenset(
+_WRAPPER_NAMES = frozenset(
     {
         *vars(nn.Module()),
-        *("forward", "module", "_graphs", "_given", "_fallback", "_first", "_own_forward", "_verifier"),
+        *("forward", "module", "_graphs", "_user_options", "_fallback", "_first", "_own_forward", "_verifier"),
     }
 )
 
@@ -51,11 +51,11 @@ class ORTModule(nn.Module):
 
     It is called as the module itself, in any loop, and ``loss.backward()`` adds to ``p.grad`` of the module's own
     parameters. Parameters, buffers, submodules, attributes and methods are the module's, under the names that they have
-    there, and it passes as an instance of the module's class. What methods other than ``forward`` compute runs in
-    PyTorch. A function that is assigned to ``forward`` becomes the module's, and is exported.
+    there, and it passes as an instance of the module's class. Methods other than ``forward`` run in PyTorch. A function
+    that is assigned to ``forward`` becomes the module's, and is exported.
 
-    The first call with arguments of some structure, in some mode, exports the module, which takes seconds. Before, it
-    runs the module once, to see what it returns.
+    The first call with arguments of a new structure, or in a new mode, exports the module, which takes seconds. For
+    that it first runs the module once, to see what it returns.
 
     Args:
         module: The module.
@@ -71,7 +71,7 @@ class ORTModule(nn.Module):
         module: The module inside.
 
     Raises:
-        TypeError: If it is not a module, or a wrapped one.
+        TypeError: If it is not a module, or is wrapped already.
         ValueError: If an option has no effect here, or the policy is unknown.
 
     Example:
@@ -83,7 +83,7 @@ class ORTModule(nn.Module):
     module: nn.Module
 
     def __new__(cls, module: nn.Module, *args: Any, **kwargs: Any) -> ORTModule:
-        """Makes an object that can be indexed and iterated over if the module can."""
+        """Creates an object that can be indexed and iterated over if the module can."""
         special = {name: _special(name) for name in _SPECIAL if hasattr(type(module), name)}
         return super().__new__(type(cls.__name__, (cls,), special) if special else cls)
 
@@ -100,7 +100,7 @@ class ORTModule(nn.Module):
         module.training = modes
         for key in _SHARED:
             vars(self)[key] = vars(module)[key]
-        vars(self)["_given"] = options
+        vars(self)["_user_options"] = options
         checked = _checked(options)
         vars(self)["_graphs"] = CallGraphs(module, checked)
         every = checked.debug.verify_every
@@ -118,37 +118,38 @@ class ORTModule(nn.Module):
         context = foreign_context()
         if context:
             return self._fallback.run_inside(context, args, kwargs)
-        with self._graphs.turns:  # PyTorch must not run the module, either, while another thread exports it
+        with self._graphs.turns:  # while a thread exports the module, no other may run it, not even in PyTorch
             return self._run_in_turn(args, kwargs)
 
     def _run_in_turn(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Runs graphs, or PyTorch if no graph can run the call."""
         kind: Any = None
         try:
-            found, call, values = self._graphs.find(args, kwargs)
+            graphs, call, values = self._graphs.find(args, kwargs)
         except NoGraphError as error:
             kind, reason = error.kind, error.__cause__
         except Exception as error:
             reason = error
         else:
-            if not all(map(_address, values)):  # some kernels would read there
+            if not all(map(_address, values)):  # an address is 0, where some kernels would read
                 refuse_freed(self.module)
             try:
                 if self._verifier is not None:
-                    return self._verifier.run(found, call, values, args, kwargs)
-                return found.result(call(values), values)
+                    return self._verifier.run(graphs, call, values, args, kwargs)
+                return graphs.result(call(values), values)
             except AT_RUN_TIME as error:
                 reason = error
         try:
             assert isinstance(reason, Exception)
             result = self._fallback.run(reason, args, kwargs)
-            if kind is not None:  # and PyTorch could run it, so the arguments are not to blame
+            if kind is not None:  # PyTorch could run it, so the arguments are valid
                 self._graphs.refused[kind] = str(reason)
             return result
         finally:
-            del reason  # whose traceback holds this frame, and so the arguments
+            del reason  # its traceback holds this frame, and so the arguments
 
     def _assign(self, function: Callable[..., Any]) -> None:
-        """Makes a function the wrapper's ``forward``: calls it if it calls the graphs, otherwise makes graphs of it."""
+        """Makes a function the wrapper's ``forward``: one that calls the graphs is called, any other is exported."""
         inside = graphed_in(function)
         if inside is None:
             inside = Graphed(ORTModule._run, self).as_of(rebound(function, self, self.module))
@@ -163,7 +164,7 @@ class ORTModule(nn.Module):
         vars(self)["forward"] = function
 
     def _run_outer(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Runs a function that was assigned to ``forward``, and says so if it makes no use of the graphs."""
+        """Runs a function that was assigned to ``forward``, and warns if it did not call the graphs."""
         self._fallback.entered = False
         result = function(*args, **kwargs)
         if not self._fallback.entered:
@@ -191,8 +192,8 @@ class ORTModule(nn.Module):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """Returns the module's state dict; see :meth:`torch.nn.Module.state_dict`."""
-        found: dict[str, Any] = self.module.state_dict(*args, **kwargs)
-        return found
+        state_dict: dict[str, Any] = self.module.state_dict(*args, **kwargs)
+        return state_dict
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Loads the module's state dict; see :meth:`torch.nn.Module.load_state_dict`."""
@@ -225,7 +226,7 @@ class ORTModule(nn.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "forward":
             self._assign(value)
-        elif name in _OWN:
+        elif name in _WRAPPER_NAMES:
             object.__setattr__(self, name, value)
         else:
             setattr(self.module, name, value)
@@ -242,18 +243,19 @@ class ORTModule(nn.Module):
         return sorted({*dir(type(self)), *vars(self), *dir(self.module)})
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return ORTModule, (self.module, self._given, self._fallback.policy)
+        return ORTModule, (self.module, self._user_options, self._fallback.policy)
 
     def __repr__(self) -> str:
         return f"ORTModule({self.module!r})"
 
 
 def _special(name: str) -> Callable[..., Any]:
-    """Returns a special method, which Python looks up in classes only."""
+    """Returns a special method that calls the module's; Python looks special methods up in classes only."""
     return lambda self, *args: getattr(self.module, name)(*args)
 
 
 def _check(module: Any) -> None:
+    """Raises if a module can't be wrapped."""
     if not isinstance(module, nn.Module):
         raise TypeError(f"module must be a torch.nn.Module, but {was_given(module)}")
     kind = type(module).__name__
@@ -268,12 +270,13 @@ def _check(module: Any) -> None:
 
 
 def _checked(options: ORTTrainerOptions | OptionsDict | None) -> ORTTrainerOptions:
-    found = ORTTrainerOptions.of(options)
-    # Sections and the parts of an option have paths, too.
-    idle = [p for p in found.given if not any(f"{p}.".startswith(f"{o}.") or o.startswith(f"{p}.") for o in _OPTIONS)]
+    """Returns the options, after checking that all that were set have an effect here."""
+    checked = ORTTrainerOptions.of(options)
+    # A path may also be a section with such an option, or a part of one.
+    idle = [p for p in checked.given if not any(f"{p}.".startswith(f"{o}.") or o.startswith(f"{p}.") for o in _OPTIONS)]
     if idle:
         raise ValueError(
             f"options {idle} have no effect on an ORTModule, whose loop is the user's: leave them out. It has "
             f"{list(_OPTIONS)}"
         )
-    return found
+    return checked

@@ -29,7 +29,8 @@ class Passes:
 
     Args:
         forward: The forward pass.
-        backward: The backward passes, the one that takes most gradients last; none if nothing requires grad.
+        backward: The backward passes: perhaps one for the gradient of a single output, such as the loss, and last the
+            one that takes all gradients; empty if nothing requires grad.
         load: Makes the runner of a pass.
         memory: The memory of all tensors.
 
@@ -38,10 +39,10 @@ class Passes:
         memory: As given.
         runner: The forward pass's runner.
         outputs: The number of tensors that the module returns.
-        saved: What the backward pass needs: whether it is a value, otherwise a result of the forward pass; its place.
+        saved: What the backward pass needs: whether each is a value (or a result of the forward pass), and its place.
         trained: Places of the values that get gradients.
         differentiable: Places of the outputs that have gradients.
-        updates: The place of each value that the call changes, and of its new value among the results.
+        updates: The place of each value that the call changes, and the place of its new value among the results.
         conditions: Name of a condition -> its place among the results.
     """
 
@@ -74,13 +75,13 @@ class Passes:
             outputs = [spec.name for spec in forward.outputs]
             self._backward = [_Backward(step, needed, outputs, list(names.values()), load) for step in backward]
 
-    def backward(self, given: frozenset[int]) -> _Backward:
-        """Returns the smallest backward pass that takes the gradients of some outputs."""
-        return next(backward for backward in self._backward if given <= backward.takes)
+    def backward(self, places: frozenset[int]) -> _Backward:
+        """Returns the smallest backward pass that takes the gradients of the outputs at these places."""
+        return next(backward for backward in self._backward if places <= backward.takes)
 
     @functools.cached_property
     def groups(self) -> list[list[int]]:
-        """The trained values in the order in which the backward pass computes their gradients, as groups."""
+        """The trained values as groups, in the order in which the backward pass computes their gradients."""
         return self._backward[-1].groups()
 
 
@@ -89,9 +90,9 @@ class _Backward:
 
     Args:
         step: The backward pass.
-        saved: Names of what it may need of the forward pass, in the order in which it is given.
+        saved: Names of what the forward pass saves, in order; this pass may need only some of it.
         outputs: Names of the module's outputs.
-        trained: The values that may get gradients, in order: the field of a step that has the gradient, and the key.
+        trained: The values that may get gradients, in order: the field of ``Step`` that has the gradient, and its key.
         load: Makes the runner of a pass.
 
     Attributes:
@@ -117,7 +118,7 @@ class _Backward:
         self._count = len(names)
         order = [*step.gradients.values(), *step.input_gradients.values()]
         self._names: list[str | None] = [getattr(step, field).get(key) for field, key in trained]
-        # Of each trained value: the place of its gradient, and the outputs that it depends on.
+        # For each trained value: the place of its gradient, and the outputs whose gradients it depends on.
         self._results: list[tuple[int | None, frozenset[int]]] = [
             (None, frozenset())
             if name is None
@@ -131,17 +132,17 @@ class _Backward:
         return self._load(self._step)
 
     def groups(self) -> list[list[int]]:
-        """Returns the trained values, grouped by the program that computes their gradients, in the order of these."""
+        """Returns the trained values grouped by the program that computes their gradients, in the programs' order."""
         if not isinstance(self._runner, ProgramRunner):
             return [list(range(len(self._results)))]
-        made = {name: number for number, stage in enumerate(self._runner.stages) for name in stage.outputs}
-        found: dict[int, list[int]] = {}
+        stage_of = {name: number for number, stage in enumerate(self._runner.stages) for name in stage.outputs}
+        groups: dict[int, list[int]] = {}
         for place, name in enumerate(self._names):
-            found.setdefault(made.get(name or "", 0), []).append(place)
-        return [found[number] for number in sorted(found)]
+            groups.setdefault(stage_of.get(name or "", 0), []).append(place)
+        return [groups[number] for number in sorted(groups)]
 
     def values(self, saved: Tensors, gradients: Mapping[int, torch.Tensor], call: Call, outputs: Kinds) -> list[Any]:
-        """Returns what the pass takes.
+        """Returns the inputs of the pass.
 
         Args:
             saved: What the forward pass has saved.
@@ -162,34 +163,34 @@ class _Backward:
             values[self._sizes] = call.sizes
         return values
 
-    def run(self, values: list[Any], given: Collection[int], trained: Kinds) -> list[torch.Tensor | None]:
-        """Returns the gradients of the trained values; None for those that no given gradient reaches.
+    def run(self, values: list[Any], outputs: Collection[int], trained: Kinds) -> list[torch.Tensor | None]:
+        """Returns the gradients of the trained values; None for those that these outputs do not depend on.
 
         Args:
-            values: What the pass takes.
-            given: Places of the outputs whose gradients are given.
+            values: The inputs of the pass.
+            outputs: Places of the outputs whose gradients autograd has passed.
             trained: Shapes and dtypes of the trained values.
         """
-        found = self._runner.call(values, lambda: [trained[place] for place in self._trained])
-        return [None if at is None or depends.isdisjoint(given) else found[at] for at, depends in self._results]
+        gradients = self._runner.call(values, lambda: [trained[place] for place in self._trained])
+        return [None if at is None or depends.isdisjoint(outputs) else gradients[at] for at, depends in self._results]
 
     def run_in_stages(
-        self, values: list[Any], given: Collection[int]
+        self, values: list[Any], outputs: Collection[int]
     ) -> Callable[[Sequence[int]], list[torch.Tensor | None]]:
-        """Returns a function that returns the gradients of some trained values, and runs only as far as they need."""
+        """Returns a function of places, which runs only as far as the gradients of these trained values need."""
         assert isinstance(self._runner, ProgramRunner)
         progress = Progress(self._runner, values)
 
         def take(places: Sequence[int]) -> list[torch.Tensor | None]:
             names = {place: name for place in places if (name := self._names[place]) is not None}
-            found = dict(zip(names, progress.take(list(names.values())), strict=True))
-            return [None if self._results[place][1].isdisjoint(given) else found[place] for place in places]
+            gradients = dict(zip(names, progress.take(list(names.values())), strict=True))
+            return [None if self._results[place][1].isdisjoint(outputs) else gradients[place] for place in places]
 
         return take
 
 
 class Call:
-    """A call with inputs of some shapes: runs the passes.
+    """Runs the passes for calls with inputs of some shapes.
 
     Args:
         passes: The graphs.
@@ -229,59 +230,59 @@ class Call:
         state = random_state(device)
         try:
             return self._run(values, check)
-        except ValueBranchError:  # what runs instead draws the numbers again
+        except ValueBranchError:  # another graph, or PyTorch, runs instead and must draw the same numbers
             set_random_state(device, state)
             raise
 
     def _run(self, values: list[torch.Tensor], check: CheckGradients | None) -> tuple[torch.Tensor, ...]:
+        """Draws random inputs and runs the forward pass, as a function of autograd if anything is trained."""
         if self._random:
             probabilities = {name: values[place] for name, place in self._probabilities.items()}
             drawn = self.passes.memory.draw(with_probabilities(self._random, probabilities), None)
-            if isinstance(self.passes.runner, ProgramRunner):  # which takes bfloat16, unlike ONNX Runtime
+            if isinstance(self.passes.runner, ProgramRunner):  # unlike ONNX Runtime, it takes bfloat16
                 pairs = zip(drawn, self._random, strict=True)
                 drawn = [value.to(getattr(torch, spec.dtype)) for value, (spec, _) in pairs]
             values += drawn
         trained = [values[place] for place in self.passes.trained]
         if not trained:
             return self.forward(values)[0]
-        found: tuple[torch.Tensor, ...]
+        outputs: tuple[torch.Tensor, ...]
         if check is not None:
-            found = _Checked.apply(self, values, check, *trained)  # type: ignore[no-untyped-call]
-            return found
-        # Inside DistributedDataParallel, gradients are handed on while the backward pass runs.
+            outputs = _Checked.apply(self, values, check, *trained)  # type: ignore[no-untyped-call]
+            return outputs
+        # DistributedDataParallel reduces the first gradients while the backward pass computes the others: see _Stages.
         groups = [] if _DDP._active_ddp_module is None else self.passes.groups
         if len(groups) < 2:
-            found = _Function.apply(self, values, *trained)  # type: ignore[no-untyped-call]
-            return found
+            outputs = _Function.apply(self, values, *trained)  # type: ignore[no-untyped-call]
+            return outputs
         stages, token = _Stages(), torch.empty(0)
         for group in reversed(groups[1:]):
             token = _Later.apply(stages, group, token, *(trained[at] for at in group))  # type: ignore[no-untyped-call]
         first = [trained[at] for at in groups[0]]
-        found = _First.apply(self, values, stages, groups[0], token, *first)  # type: ignore[no-untyped-call]
-        return found
+        outputs = _First.apply(self, values, stages, groups[0], token, *first)  # type: ignore[no-untyped-call]
+        return outputs
 
     def forward(self, values: Tensors) -> tuple[tuple[torch.Tensor, ...], list[torch.Tensor]]:
-        """Runs the forward pass; returns the outputs, and what the backward pass needs.
+        """Runs the forward pass and changes buffers and inputs; returns the outputs, and what the backward pass needs.
 
         Raises:
             ValueBranchError: If the inputs take another branch of the module than the graph; nothing has changed then.
         """
         passes = self.passes
-        found = passes.runner.call(list(values), lambda: self._kinds(values))
+        results = passes.runner.call(list(values), lambda: self._kinds_of_results(values))
         if passes.conditions:
-            check_branches(passes.step, {name: found[place] for name, place in passes.conditions.items()})
-        saved = [values[place] if is_value else found[place] for is_value, place in passes.saved]
+            check_branches(passes.step, {name: results[place] for name, place in passes.conditions.items()})
+        saved = [values[place] if is_value else results[place] for is_value, place in passes.saved]
         if passes.updates:
             changed = {place for place, _ in passes.updates}
             for at, (is_value, place) in enumerate(passes.saved):
                 if is_value and place in changed:
-                    saved[at] = saved[at].clone()  # the backward pass reads what was there before
+                    saved[at] = saved[at].clone()  # the backward pass needs the value from before the change
             for place, new in passes.updates:
-                values[place].detach().copy_(found[new])
-        return tuple(found[: passes.outputs]), saved
+                values[place].detach().copy_(results[new])
+        return tuple(results[: passes.outputs]), saved
 
-    def _kinds(self, values: Tensors) -> list[Kind]:
-        """Returns the kinds of all results."""
+    def _kinds_of_results(self, values: Tensors) -> list[Kind]:
         updates = _kinds([values[place] for place, _ in self.passes.updates])
         return [*self._results, *updates, *([((), torch.bool)] * len(self.passes.conditions))]
 
@@ -296,8 +297,8 @@ class _Function(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        backward, values, given = _begin(ctx, gradients)
-        return (None, None, *backward.run(values, given, ctx.call.trained))
+        backward, values, outputs = _begin(ctx, gradients)
+        return (None, None, *backward.run(values, outputs, ctx.call.trained))
 
 
 class _Checked(torch.autograd.Function):
@@ -312,20 +313,27 @@ class _Checked(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        found = _Function.backward(ctx, *gradients)[2:]
-        ctx.check(gradients, found)
-        return (None, None, None, *found)
+        trained_gradients = _Function.backward(ctx, *gradients)[2:]
+        ctx.check(gradients, trained_gradients)
+        return (None, None, None, *trained_gradients)
 
 
 @dataclasses.dataclass
 class _Stages:
-    """A backward pass that runs in stages, each of which is a function of autograd: it gets the gradients early."""
+    """A backward pass in stages, each a function of autograd, so that autograd gets each group of gradients early::
+
+        gradients of the outputs -> _First -> token -> _Later -> token -> _Later -> ...
+                                      |                  |                  |
+                                   groups[0]          groups[1]          groups[2]       gradients of trained values
+
+    The tokens are empty tensors. As each stage's token depends on the next stage, autograd runs the stages in order.
+    """
 
     take: Callable[[Sequence[int]], list[torch.Tensor | None]] | None = None
 
 
 class _First(torch.autograd.Function):
-    """A call, and the first stage of its backward pass; the gradient of the token lets the next stage run."""
+    """A call, and the first stage of its backward pass; the token's gradient starts the next stage."""
 
     @staticmethod
     def forward(
@@ -336,13 +344,13 @@ class _First(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
-        backward, values, given = _begin(ctx, gradients)
-        ctx.stages.take = backward.run_in_stages(values, given)
+        backward, values, outputs = _begin(ctx, gradients)
+        ctx.stages.take = backward.run_in_stages(values, outputs)
         return (None, None, None, None, torch.empty(0), *ctx.stages.take(ctx.group))
 
 
 class _Later(torch.autograd.Function):
-    """A later stage."""
+    """A later stage of the backward pass; its forward pass only makes a token."""
 
     @staticmethod
     def forward(ctx: Any, stages: _Stages, group: list[int], *rest: torch.Tensor) -> torch.Tensor:
@@ -355,9 +363,10 @@ class _Later(torch.autograd.Function):
 
 
 def _forward(ctx: Any, call: Call, values: Tensors) -> tuple[torch.Tensor, ...]:
+    """Runs the forward pass of a function of autograd, and saves what its backward pass needs."""
     outputs, saved = call.forward(values)
     ctx.save_for_backward(*saved)
-    ctx.set_materialize_grads(False)
+    ctx.set_materialize_grads(False)  # an output without a gradient gets None, which chooses a smaller backward pass
     ctx.call, ctx.outputs = call, _kinds(outputs)
     differentiable = call.passes.differentiable
     if len(differentiable) < len(outputs):
@@ -367,18 +376,20 @@ def _forward(ctx: Any, call: Call, values: Tensors) -> tuple[torch.Tensor, ...]:
 
 
 def _begin(ctx: Any, gradients: Sequence[torch.Tensor | None]) -> tuple[_Backward, list[Any], Collection[int]]:
-    """Returns a backward pass, what it takes, and the places of the outputs whose gradients are given."""
+    """Returns a backward pass, its inputs, and the places of the outputs whose gradients autograd has passed."""
     if torch.is_grad_enabled():
         raise NotImplementedError(
             "ORTModule can't be differentiated twice: its backward pass is a graph without a backward pass of its own. "
             "Leave out create_graph=True, or call the module inside, model.module, for this step"
         )
-    given = {place: gradient for place, gradient in enumerate(gradients) if gradient is not None}
-    backward = ctx.call.passes.backward(frozenset(given))
-    values = backward.values(ctx.saved_tensors, given, ctx.call, ctx.outputs)
-    ctx.maybe_clear_saved_tensors()  # unless the graph is retained, so that the pass frees what it has read
-    return backward, values, given.keys()
+    gradient_of = {place: gradient for place, gradient in enumerate(gradients) if gradient is not None}
+    backward = ctx.call.passes.backward(frozenset(gradient_of))
+    values = backward.values(ctx.saved_tensors, gradient_of, ctx.call, ctx.outputs)
+    # So that the pass can free each tensor after its last use; with retain_graph=True it does nothing.
+    ctx.maybe_clear_saved_tensors()
+    return backward, values, gradient_of.keys()
 
 
 def _kinds(values: Tensors) -> list[tuple[torch.Size, torch.dtype]]:
+    """Returns the shapes and dtypes of tensors."""
     return [(value.shape, value.dtype) for value in values]

@@ -1,4 +1,4 @@
-"""Compares calls of a module with the same in eager PyTorch: the option ``debug.verify_every``."""
+"""Compares calls of a module with the same calls in eager PyTorch: the option ``debug.verify_every``."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ..export.torch.capture.eager import (
 from ..export.torch.differences import WHY_DIFFERENT, check_comparable, gradient_floor, not_run, report
 from ..export.torch.outside.places import Place
 from ..export.torch.outside.recorder import Pair, Recorder
-from .graphs import _Found as Found
+from .graphs import ExportedGraphs
 from .passes import Call
 
 __all__ = ["CallVerifier"]
@@ -37,7 +37,7 @@ class CallVerifier:
     """Repeats calls in PyTorch, and their backward passes.
 
     Args:
-        every: Each so many-th call is compared.
+        every: Compares call number ``every``, 2 * ``every``, and so on.
         module: The module.
     """
 
@@ -45,85 +45,93 @@ class CallVerifier:
         self._every, self._module = every, module
         self._count = 0
 
-    def run(self, found: Found, call: Call, values: list[torch.Tensor], args: Any, kwargs: Any) -> Any:
-        """Returns what the module returns, after it was compared if it is this call's turn.
+    def run(self, graphs: ExportedGraphs, call: Call, values: list[torch.Tensor], args: Any, kwargs: Any) -> Any:
+        """Returns what the module returns; if it is this call's turn, compares it first.
 
         Args:
-            found, call, values: From :meth:`CallGraphs.find`.
+            graphs, call, values: From :meth:`CallGraphs.find`.
             args, kwargs: The arguments of the call.
 
         Raises:
             ValueError: If the graph draws other random numbers than PyTorch.
             VerificationError: If a result differs. Buffers and random state are then as before the call.
         """
-        check_comparable(found.passes.step.random, self._every)
+        check_comparable(graphs.passes.step.random, self._every)
         if (self._count + 1) % self._every:
             self._count += 1
-            return found.result(call(values), values)
-        given, number = list(values), self._count + 1
+            return graphs.result(call(values), values)
+        taken, number = list(values), self._count + 1  # a copy: the call adds random inputs to its list
         with torch.inference_mode(False):
-            eager = _EagerCall(self._module, found, values, args, kwargs, number)
+            eager = _EagerCall(self._module, graphs, values, args, kwargs, number)
         tensors = call(values, eager.check_gradients)
         try:
             with torch.inference_mode(False):
-                eager.check(_numbered(tensors), given)
-                own = len(tensors) - found.notes.leftovers.tensors
-                eager.check_constants(found.results(tensors[:own]))
+                eager.check(_numbered(tensors), taken)
+                count = len(tensors) - graphs.notes.leftovers.tensors
+                eager.check_constants(graphs.results(tensors[:count]))
         except BaseException:
-            eager.put_back(given)
+            eager.put_back(taken)
             raise
         self._count += 1
-        return found.result(tensors, given)
+        return graphs.result(tensors, taken)
 
 
 class _EagerCall:
-    """One call, in PyTorch: as often as needed, from what the call began with, and without a trace.
+    """One call, repeated in PyTorch as often as needed: from the state in which it began, and without side effects.
 
     The backward pass runs the module once more, because a graph of autograd that is kept until then would hold buffers
     that are put back, and twice the memory.
 
     Args:
         module: The module.
-        found: The graphs of the call.
+        graphs: The graphs of the call.
         values: What they take: parameters, buffers, inputs.
         args, kwargs: The arguments.
         number: The number of the call.
     """
 
     def __init__(
-        self, module: nn.Module, found: Found, values: Sequence[torch.Tensor], args: Any, kwargs: Any, number: int
+        self,
+        module: nn.Module,
+        graphs: ExportedGraphs,
+        values: Sequence[torch.Tensor],
+        args: Any,
+        kwargs: Any,
+        number: int,
     ) -> None:
-        self._module, self._found, self._number = module, found, number
-        given: Named = {}
-        positional = [flatten(f"args.{at}", value, given, objects=True) for at, value in enumerate(args)]
-        named = {name: flatten(name, value, given, objects=True) for name, value in kwargs.items()}
-        self._layouts, self._keys = (positional, named), list(given)
-        self._inputs = {key: value.detach().clone().requires_grad_(value.requires_grad) for key, value in given.items()}
+        self._module, self._graphs, self._number = module, graphs, number
+        leaves: Named = {}
+        positional = [flatten(f"args.{at}", value, leaves, objects=True) for at, value in enumerate(args)]
+        named = {name: flatten(name, value, leaves, objects=True) for name, value in kwargs.items()}
+        self._layouts = (positional, named)
+        self._inputs = {
+            key: value.detach().clone().requires_grad_(value.requires_grad) for key, value in leaves.items()
+        }
         self._modes = {part: part.training for part in module.modules()}
         self._trainable = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
         self._with_grad = torch.is_grad_enabled()
-        self._device = found.passes.memory.device
+        self._device = graphs.passes.memory.device
         kind = self._device.type
         self._autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         self._state = random_state(self._device)
-        step = found.passes.step
-        self._places = [*step.state, *(entry.name for entry in found.description.inputs)]
-        self._rounding = self._autocast or coarsest([*module.parameters(), *module.buffers(), *given.values()])
+        step = graphs.passes.step
+        self._places = [*step.state, *(entry.name for entry in graphs.description.inputs)]
+        self._rounding = self._autocast or coarsest([*module.parameters(), *module.buffers(), *leaves.values()])
         # Later calls may change them before this one's backward pass runs.
-        updated = [place for place, _ in found.passes.updates if place < len(step.state)]
+        updated = [place for place, _ in graphs.passes.updates if place < len(step.state)]
         self._before = {self._places[place]: values[place].detach().clone() for place in updated}
         self._values = list(values[: len(step.state)])
         self._constants: list[str] = []
-        # What the call has changed outside its tensors, as it was before: later runs begin with that.
+        # Values outside tensors that the call has changed, from before the call: later runs begin with them.
         self._outside: dict[Place, Any] | None = None
 
     def run(self, tangents: Mapping[str, torch.Tensor] | None = None, shake: int | None = None) -> Named:
-        """Returns the results of a call, or gradients, by what they are called in messages.
+        """Returns the results of a call, or gradients, by their names in messages.
 
         Args:
             tangents: Gradients of outputs, by the outputs' names, to get those of the trained values; None for the
                 results of the call.
-            shake: A seed, to change weights and inputs by one rounding; None not to.
+            shake: A seed, to change weights and inputs by one rounding; None for no change.
         """
         module, epsilon = self._module, torch.finfo(self._rounding).eps
         tensors = {**dict(module.named_parameters()), **dict(module.named_buffers()), **self._before}
@@ -132,7 +140,7 @@ class _EagerCall:
             for key, value in self._inputs.items()
         }
         kind, enabled = self._device.type, self._autocast is not None
-        recorder = Recorder(Pair(module), (), dict.fromkeys(self._found.notes.tables), self._outside)
+        recorder = Recorder(Pair(module), (), dict.fromkeys(self._graphs.notes.tables), self._outside)
         with (
             BORROWED,
             random_state_kept(self._device, self._state),
@@ -155,13 +163,13 @@ class _EagerCall:
             if self._outside is None:
                 self._outside = recorder.replaced()
             # What is left outside is compared as well; the graph returns it after the results.
-            outputs = _numbered([*self._found.tensors_in(result), *recorder.leave(strict=False)])
+            outputs = _numbered([*self._graphs.tensors_in(result), *recorder.leave(strict=False)])
             if tangents is not None:
                 return self._gradients(outputs, leaves, tangents)
-            if len(outputs) != len(self._found.passes.step.outputs):
+            if len(outputs) != len(self._graphs.passes.step.outputs):
                 self.refuse(
                     f"forward() returns and leaves {len(outputs)} tensors, and the graph has "
-                    f"{len(self._found.passes.step.outputs)}.",
+                    f"{len(self._graphs.passes.step.outputs)}.",
                     "Nothing has changed.",
                 )
             return self._named(outputs, [*state, *copies.values()])
@@ -171,7 +179,7 @@ class _EagerCall:
 
         Args:
             outputs: What it returned.
-            values: What it took, and has changed.
+            values: What it took and, in part, changed.
 
         Raises:
             VerificationError: If one differs.
@@ -194,22 +202,24 @@ class _EagerCall:
         if ours != self._constants:
             self.refuse(f"forward() returns the constants {self._constants}, and the graph {ours}.", "Nothing changed.")
 
-    def check_gradients(self, gradients: Sequence[torch.Tensor | None], found: Sequence[torch.Tensor | None]) -> None:
+    def check_gradients(
+        self, gradients: Sequence[torch.Tensor | None], trained_gradients: Sequence[torch.Tensor | None]
+    ) -> None:
         """Compares the gradients of a backward pass.
 
         Args:
             gradients: Those of the outputs, which it took.
-            found: Those of the trained values.
+            trained_gradients: Those of the trained values.
 
         Raises:
             VerificationError: If one differs.
         """
         tangents = {f"output_{at}": value for at, value in enumerate(gradients) if value is not None}
         trained = self._trained_names()
-        ours = {name: value for name, value in zip(trained, found, strict=True) if value is not None}
+        ours = {name: value for name, value in zip(trained, trained_gradients, strict=True) if value is not None}
         theirs = self._reference(tangents)
         floors = dict.fromkeys(trained, gradient_floor(theirs.values(), self._rounding))
-        # The loop's own loss scale may be too high, which it notices.
+        # In fp16, gradients may overflow because of a loss scale that is too high, which the user's loop notices.
         only_finite = trained if self._rounding == torch.float16 else ()
         message = report(ours, theirs, self._rounding, lambda seed: self.run(tangents, seed), floors, only_finite)
         if message:
@@ -218,7 +228,7 @@ class _EagerCall:
     def put_back(self, values: Sequence[torch.Tensor]) -> None:
         """Undoes what a call has changed: buffers, inputs, and the state of the generator."""
         count, inputs = len(self._values), list(self._inputs.values())
-        for place, _ in self._found.passes.updates:
+        for place, _ in self._graphs.passes.updates:
             before = self._before[self._places[place]] if place < count else inputs[place - count]
             values[place].detach().copy_(before.detach())
         set_random_state(self._device, self._state)
@@ -231,6 +241,7 @@ class _EagerCall:
         )
 
     def _reference(self, tangents: Mapping[str, torch.Tensor] | None = None) -> Named:
+        """Returns PyTorch's results or gradients; an error that PyTorch raises becomes a ``VerificationError``."""
         try:
             return self.run(tangents)
         except VerificationError:
@@ -239,40 +250,42 @@ class _EagerCall:
             raise not_run(f"call {self._number} of {type(self._module).__name__}", error) from error
 
     def _gradients(self, outputs: Named, leaves: Named, tangents: Mapping[str, torch.Tensor]) -> Named:
+        """Returns the gradients of the trained values, by their names in messages."""
         values = [*self._values, *leaves.values()]
-        targets = [values[place] for place in self._found.passes.trained]
-        given = {name: value for name, value in tangents.items() if outputs[name].requires_grad}
-        if not given:
+        targets = [values[place] for place in self._graphs.passes.trained]
+        usable = {name: value for name, value in tangents.items() if outputs[name].requires_grad}
+        if not usable:
             return {}
         with _without_hooks(self._module):  # autograd calls them, with the graph's gradients
-            found = torch.autograd.grad(
-                [outputs[name] for name in given], targets, list(given.values()), allow_unused=True
+            gradients = torch.autograd.grad(
+                [outputs[name] for name in usable], targets, list(usable.values()), allow_unused=True
             )
         return {
             name: value.to_dense() if value.is_sparse else value
-            for name, value in zip(self._trained_names(), found, strict=True)
+            for name, value in zip(self._trained_names(), gradients, strict=True)
             if value is not None
         }
 
     def _named(self, outputs: Named, values: Sequence[torch.Tensor]) -> Named:
-        """Returns copies of outputs and of changed values, by what they are called in messages."""
-        found = {repr(name): value.detach().clone() for name, value in outputs.items()}
-        for place, _ in self._found.passes.updates:
-            found[f"the new value of {self._places[place]!r}"] = values[place].detach().clone()
-        return found
+        """Returns copies of outputs and of changed values, by their names in messages."""
+        tensors = {repr(name): value.detach().clone() for name, value in outputs.items()}
+        for place, _ in self._graphs.passes.updates:
+            tensors[f"the new value of {self._places[place]!r}"] = values[place].detach().clone()
+        return tensors
 
     def _state_of_now(self) -> list[torch.Tensor]:
         """Returns the module's tensors that the graph takes; while it runs in PyTorch, buffers are copies."""
         module = self._module
         now = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-        # Tensors from outside are where they were.
+        # Tensors from outside are not replaced meanwhile.
         return [now.get(name, value) for name, value in zip(self._places, self._values, strict=False)]
 
     def _trained_names(self) -> list[str]:
+        """Returns the names of the trained values' gradients in messages."""
         count = len(self._values)
         return [
             gradient_of(self._places[place]) if place < count else f"the gradient of input {self._places[place]!r}"
-            for place in self._found.passes.trained
+            for place in self._graphs.passes.trained
         ]
 
 
@@ -290,12 +303,13 @@ def _constants_in(result: Any) -> list[str]:
 
 
 def _numbered(tensors: Sequence[torch.Tensor]) -> Named:
+    """Returns outputs by their names in messages: output_0 and so on."""
     return {f"output_{at}": value for at, value in enumerate(tensors)}
 
 
 @contextlib.contextmanager
 def _without_hooks(module: nn.Module) -> Iterator[None]:
-    """Takes the hooks of parameters away for a while."""
+    """Removes the hooks of parameters for a while."""
     hooked: list[tuple[Any, Any]] = [(p, p._backward_hooks) for p in module.parameters() if p._backward_hooks]
     try:
         for parameter, _ in hooked:

@@ -20,7 +20,7 @@ _MASKED = "input {!r} is a masked array, whose mask would be lost: call filled()
 
 
 class InputTypeError(TypeError):
-    """An input is not a tensor, or has the wrong dtype, whatever the description says."""
+    """An input is not a tensor, or has the wrong dtype; no change of the description would help."""
 
 
 class Batch(dict[str, torch.Tensor]):
@@ -42,7 +42,7 @@ class Batch(dict[str, torch.Tensor]):
         return batch
 
     def as_given(self) -> Batch:
-        """Returns a batch of ordinary tensors, in memory as they were given."""
+        """Returns a batch of ordinary tensors, in the memory order in which the caller passed them."""
         ordinary = {name: value.clone() if value.is_inference() else value for name, value in self.items()}
         return self.with_tensors({**ordinary, **{name: in_order(ordinary[name], order) for name, order in self.orders}})
 
@@ -51,16 +51,16 @@ class Batch(dict[str, torch.Tensor]):
         return self[name].cpu().numpy()
 
     def extremes(self, name: str, ignored: int | None) -> tuple[int, int]:
-        """Returns the lowest and highest value, computed on the tensor's device; ignored values are taken as 0."""
+        """Returns the lowest and highest value, computed on the tensor's device; ignored values count as 0."""
         values = self[name]
         if not values.numel():
             return 0, 0
         lowest, highest = torch.aminmax(values)
-        found = int(lowest.item()), int(highest.item())
-        if ignored is not None and ignored in found:
+        bounds = int(lowest.item()), int(highest.item())
+        if ignored is not None and ignored in bounds:
             lowest, highest = torch.aminmax(values.masked_fill(values == ignored, 0))
-            found = int(lowest.item()), int(highest.item())
-        return found
+            bounds = int(lowest.item()), int(highest.item())
+        return bounds
 
 
 def read_batch(
@@ -97,34 +97,34 @@ def read_batch(
         raise TypeError(
             f"{len(args)} inputs were given, but the model description has {len(arguments)}: {list(arguments)}"
         )
-    given = dict(zip(arguments, args, strict=False))
+    inputs = dict(zip(arguments, args, strict=False))
     if kwargs:
         unknown = [name for name in kwargs if name not in names and name not in arguments and name not in constants]
         if unknown:
             raise TypeError(f"unknown inputs {unknown}: the model description has {list(names)}")
-        twice = [name for name in kwargs if name in given]
+        twice = [name for name in kwargs if name in inputs]
         if twice:
             raise TypeError(f"inputs {twice} were given both by position and by name")
-        given.update(kwargs)
+        inputs.update(kwargs)
     layouts: dict[str, Layout] = {}
-    for value in given.values():
+    for value in inputs.values():
         if not isinstance(value, (torch.Tensor, np.ndarray)):
-            given, layouts = _taken_apart(given, names)
+            inputs, layouts = _taken_apart(inputs, names)
             break
-    if not all(map(names.__contains__, given)):
-        strange = [name for name in given if name not in names]
+    if not all(map(names.__contains__, inputs)):
+        strange = [name for name in inputs if name not in names]
         raise TypeError(
             f"inputs {strange} are tensors, but the model description has no such tensors: it has {list(names)}"
         )
-    if len(given) < len(names):
-        missing = [name for name in names if name not in given and name not in optional]
+    if len(inputs) < len(names):
+        missing = [name for name in names if name not in inputs and name not in optional]
         if missing:
             hint = "; trainer.predict() needs no label" if missing == list(names[-1:]) else ""
             raise TypeError(f"inputs {missing} are missing: the model description has {list(names)}{hint}")
     batch = Batch()
     for name in names:
-        if name in given:
-            value = given[name]
+        if name in inputs:
+            value = inputs[name]
             if type(value) is torch.Tensor and value.layout is torch.strided:
                 value = readable(name, value).detach()
                 if keeps_orders and not value.is_contiguous() and 0 not in value.stride():
@@ -141,18 +141,18 @@ def read_batch(
     return batch
 
 
-def _taken_apart(given: Mapping[str, Any], names: Sequence[str]) -> tuple[dict[str, Any], dict[str, Layout]]:
+def _taken_apart(arguments: Mapping[str, Any], names: Sequence[str]) -> tuple[dict[str, Any], dict[str, Layout]]:
     """Returns the leaves of all arguments by input name, and the layout of each argument that is not one tensor."""
     leaves: dict[str, Any] = {}
-    layouts = {argument: flatten(argument, value, leaves) for argument, value in given.items()}
+    layouts = {argument: flatten(argument, value, leaves) for argument, value in arguments.items()}
     layouts = {argument: layout for argument, layout in layouts.items() if layout != ("tensor", argument)}
     for argument, layout in layouts.items():
         expected = [name for name in names if argument_of(name) == argument]
-        found = [name for name in leaves if argument_of(name) == argument]
-        if sorted(found) != sorted(expected):
+        part_names = [name for name in leaves if argument_of(name) == argument]
+        if sorted(part_names) != sorted(expected):
             if expected == [argument]:
-                raise _no_tensor(argument, given[argument])
-            what = shown(given[argument]) if layout[0] == "value" else f"a nested value with the parts {found}"
+                raise _no_tensor(argument, arguments[argument])
+            what = shown(arguments[argument]) if layout[0] == "value" else f"a nested value with the parts {part_names}"
             raise TypeError(
                 f"input {argument!r} is {what}, but the model description has "
                 + (f"{expected} for it" if expected else "no tensors for it")
@@ -189,8 +189,9 @@ def to_tensor(name: str, value: Any) -> torch.Tensor:
 
 
 def _no_tensor(name: str, value: Any) -> InputTypeError:
+    """Returns the error for an input that is neither a tensor nor an array."""
     what = shown(value)
-    if isinstance(value, (list, tuple)):  # shown, it would hide the advice
+    if isinstance(value, (list, tuple)):  # to show the list would hide the advice
         function = "stack" if any(isinstance(entry, torch.Tensor) for entry in value) else "tensor"
         what = f"make a tensor of it, torch.{function}(...)"
     kind = type(value).__name__
@@ -229,6 +230,7 @@ def _check(
     dtype: torch.dtype | None,
     sizes: dict[str, tuple[int, str]],
 ) -> None:
+    """Checks one input; ``sizes`` maps a symbolic dimension to its size and the input that had it first."""
     shape = list(value.shape)
     described = list(entry.shape)
     if len(shape) != len(described):
@@ -244,10 +246,10 @@ def _check(
                     f"{expected}: {described}. If the size may change, give the dimension a name there"
                 )
             continue
-        known, where = sizes.setdefault(expected, (size, entry.name))
-        if known != size:
+        first_size, first_name = sizes.setdefault(expected, (size, entry.name))
+        if first_size != size:
             raise ValueError(
-                f"Mismatch in dynamic shape {expected}: it is {known} in input {where!r} and {size} in input "
+                f"Mismatch in dynamic shape {expected}: it is {first_size} in input {first_name!r} and {size} in input "
                 f"{entry.name!r}, whose shape is {shape}"
             )
     if dtype is not None and value.dtype != dtype:

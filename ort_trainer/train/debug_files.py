@@ -52,8 +52,8 @@ def save_graphs(
     Args:
         options: All settings.
         step: The first training graph.
-        executor: The executor; it knows ONNX Runtime's settings.
-        optimizer: The optimizer; it knows the trained parameters.
+        executor: The executor, with ONNX Runtime's settings.
+        optimizer: The optimizer, with the trained parameters.
         config: The update rule.
         accumulate: Whether an update uses the gradients of several micro-batches.
         check_finite: Whether an update is skipped when gradients are not finite.
@@ -61,7 +61,7 @@ def save_graphs(
     paths = options.debug.graph_save_paths.to_dict()
     if not any(paths.values()):
         return
-    # Few users need these files, and the modules that write them take half a second to import.
+    # Imported here because few users need these files, and the import takes half a second.
     from ..optim.update_writer import ParameterUpdate, with_optimizer
     from ..step.prune import prune
 

@@ -1,4 +1,4 @@
-"""The learning rates of the coming update, from the config or from a schedule."""
+"""The learning rates of the next update, from the config or from a schedule."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class LearningRates:
         return self._config.learning_rates
 
     def current(self, info: TrainStepInfo) -> list[float]:
-        """Returns the rates of the coming update without advancing the schedule.
+        """Returns the rates of the next update without advancing the schedule.
 
         For a schedule that computes its next rates only when it advances, returns those of the last update.
         """
@@ -68,7 +68,7 @@ class LearningRates:
         return None
 
     def check_state(self, state: Mapping[str, Any] | None, strict: bool) -> None:
-        """Checks what :meth:`load_state_dict` would restore, as far as that does not; changes nothing.
+        """Checks the parts of a state that :meth:`load_state_dict` would restore unchecked; changes nothing.
 
         Raises:
             RuntimeError, CheckpointError: If the state is invalid.
@@ -95,12 +95,12 @@ class _Scheduled(LearningRates):
 
     def upcoming(self, info: TrainStepInfo, step: int) -> list[float]:
         scheduler = self.scheduler
-        seen = copy.copy(info)
+        seen = copy.copy(info)  # the schedule sees the step that is running, which is not counted yet
         seen.step = step
         before = scheduler._known_lr()
-        given = scheduler._step(seen)
+        rates = scheduler._step(seen)
         try:
-            return self._checked(given, type(scheduler).__name__)
+            return self._checked(rates, type(scheduler).__name__)
         except (TypeError, ValueError):
             scheduler._last_lr = before  # a rejected rate was never used, and a checkpoint could not store it
             raise
@@ -113,35 +113,37 @@ class _Scheduled(LearningRates):
 
     def load_state_dict(self, state: Mapping[str, Any] | None, strict: bool) -> None:
         if state is not None:
-            own = self.scheduler.state_dict()
-            missing = {ATTRIBUTES: own[ATTRIBUTES]} if ATTRIBUTES in own else {}  # from an earlier version
+            current = self.scheduler.state_dict()
+            missing = (
+                {ATTRIBUTES: current[ATTRIBUTES]} if ATTRIBUTES in current else {}
+            )  # in states of earlier versions
             load_state(self.scheduler, {**missing, **state}, "lr_scheduler", strict)
 
-    def _checked(self, given: Sequence[Any], name: str) -> list[float]:
+    def _checked(self, returned: Sequence[Any], name: str) -> list[float]:
         """Checks the rates that a schedule's get_lr() returned and converts them to floats."""
         config = self._config
         try:
-            rates = [float(rate) for rate in given]
+            rates = [float(rate) for rate in returned]
         except (TypeError, ValueError):
             raise TypeError(
-                f"get_lr() of {name} must return a list of numbers, but it returned {shown(given)}"
+                f"get_lr() of {name} must return a list of numbers, but it returned {shown(returned)}"
             ) from None
         groups = len(config.learning_rates)
         if len(rates) not in (1, groups):
             raise ValueError(
                 f"get_lr() of {name} must return one learning rate"
                 + (f", or {groups}: one per parameter group and one for all others" if groups > 1 else "")
-                + f", but it returned {shown(given)}"
+                + f", but it returned {shown(returned)}"
             )
         if len(rates) < groups and config.has_group_rates:
             raise ValueError(
-                f"get_lr() of {name} returned one learning rate, {shown(given)}, which would override those of the "
+                f"get_lr() of {name} returned one learning rate, {shown(returned)}, which would override those of the "
                 f"parameter groups: return {groups}, based on train_step_info.optimizer_config.learning_rates, or "
                 "leave 'lr' out of the groups"
             )
         if not all(math.isfinite(rate) and rate >= 0 for rate in rates):
             raise ValueError(
-                f"get_lr() of {name} must return finite numbers, at least 0, but it returned {shown(given)}"
+                f"get_lr() of {name} must return finite numbers, at least 0, but it returned {shown(returned)}"
             )
         return rates
 
@@ -155,12 +157,12 @@ class _Factor(LearningRates):
         config.scheduled()
 
     def upcoming(self, info: TrainStepInfo, step: int) -> list[float]:
-        given = self._factor(info.optimization_step)
-        value = given.item() if isinstance(given, torch.Tensor) and given.numel() == 1 else given
+        returned = self._factor(info.optimization_step)
+        value = returned.item() if isinstance(returned, torch.Tensor) and returned.numel() == 1 else returned
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
             raise ValueError(
                 f"the function in the option lr_scheduler must return a finite number, at least 0, but for update "
-                f"{info.optimization_step} it returned {shown(given)}"
+                f"{info.optimization_step} it returned {shown(returned)}"
             )
         return [rate * value for rate in self._config.learning_rates]
 
@@ -181,8 +183,8 @@ class _FromTorch(LearningRates):
                 f"option lr_scheduler: {name} needs a metric at each step: leave it out of the options and call "
                 "scheduler.step(metric) yourself. Every update reads the rates from its optimizer"
             )
-        own = getattr(config, "optimizer", None)
-        if scheduler.optimizer is not own:
+        optimizer = getattr(config, "optimizer", None)
+        if scheduler.optimizer is not optimizer:
             raise ValueError(
                 f"option lr_scheduler: {name} changes the rates of its own {type(scheduler.optimizer).__name__}, which "
                 "the trainer does not use: pass that optimizer, or ort_trainer.optim.from_torch(optimizer), as "
@@ -203,7 +205,7 @@ class _FromTorch(LearningRates):
         optimizer, (state, groups) = scheduler.optimizer, self._parts(state)
         compare_keys(scheduler.state_dict(), state, strict, where)
         check_like(groups, self._groups(), f"{where}[{_GROUPS}]")
-        groups = [{**own, **values} for own, values in zip(optimizer.param_groups, groups, strict=True)]
+        groups = [{**group, **values} for group, values in zip(optimizer.param_groups, groups, strict=True)]
         check_groups(optimizer, groups, f"{where}[{_GROUPS}]")
         check_schedule(scheduler, state, groups, where)
 

@@ -1,4 +1,4 @@
-"""Checks that padded places do not reach the loss, as the option ``utils.remove_padding`` takes for granted."""
+"""Checks that padded places do not reach the loss, which the option ``utils.remove_padding`` assumes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["PaddingCheck"]
 
 
 class PaddingCheck:
-    """Compares a step without padded places with one that computes them.
+    """Compares a step that skips padded places with one that computes them.
 
     Args:
         mask: Name of the attention mask.
@@ -24,7 +24,7 @@ class PaddingCheck:
         self._mask, self._graphs, self._tolerance = mask, graphs, tolerance
 
     def passes(self, executor: Executor, plan: Plan, batch: Batch) -> bool:
-        """Returns whether a batch shows that the results are the same; one without padding can't.
+        """Returns whether a batch shows that the results are equal; a batch without padding shows nothing.
 
         Raises:
             ValueError: If they differ.
@@ -34,9 +34,10 @@ class PaddingCheck:
         loss, gradients = executor.trial(plan.runner.step, batch)
         whole_loss, whole = executor.trial(self._graphs.padded(batch), batch)
         norms = torch.stack([value.norm() for value in whole.values()])
+        # The second term is a floor for gradients that are tiny beside the others.
         allowed = self._tolerance * (norms + self._tolerance * norms.norm())
-        found = torch.stack([(gradients[name] - value).norm() for name, value in whole.items()])
-        differing = [name for name, differs in zip(whole, found > allowed, strict=True) if differs]
+        differences = torch.stack([(gradients[name] - value).norm() for name, value in whole.items()])
+        differing = [name for name, differs in zip(whole, differences > allowed, strict=True) if differs]
         if differing or not torch.isclose(loss, whole_loss, rtol=self._tolerance, atol=1e-6):
             gradients_too = f", and {len(differing)} gradients differ, as that of {differing[0]!r}" if differing else ""
             raise ValueError(

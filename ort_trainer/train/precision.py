@@ -1,4 +1,4 @@
-"""Precision: the dtype of products and convolutions, the loss scale, and what is done if numbers are not finite."""
+"""Precision: the dtype of products and convolutions, the loss scale, and what happens if numbers are not finite."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Precision:
 
     @property
     def loss_scale(self) -> float:
-        """The factor on the coming loss for the backward pass."""
+        """The factor on the next loss for the backward pass."""
         return 1.0
 
     def name_input(self, step: Step) -> None:
@@ -125,7 +125,7 @@ class FiniteLosses:
     """Counts consecutive losses that are infinite or NaN.
 
     Args:
-        limit: The number of them that is an error.
+        limit: How many of them in a row are an error.
 
     Attributes:
         count: How many of the last losses were not finite.

@@ -49,10 +49,10 @@ def save(loop: TrainingLoop, include_optimizer: bool, write: Callable[[State], N
     Args:
         loop: The loop.
         include_optimizer: Whether to include the optimizer's state and the accumulated gradients.
-        write: Writes the state, which has the trainer's own memory; called in one process only.
+        write: Writes the state, whose arrays are the trainer's own memory; called in one process only.
 
     Raises:
-        DistributedError: If another process failed to write it.
+        DistributedError: If the process that writes it failed.
     """
     meeting = loop.meet("state" if include_optimizer else "model")
     is_writer = meeting.doing == loop.strategy.world_rank
@@ -62,9 +62,9 @@ def save(loop: TrainingLoop, include_optimizer: bool, write: Callable[[State], N
 
 @in_transaction
 def follow(loop: TrainingLoop) -> str:
-    """Joins the other processes' next operation, with the rest of a window or nothing; returns its kind.
+    """Takes part in the other processes' next operation, with the rest of a window or nothing; returns its kind.
 
-    For ``gather``, the caller takes part itself.
+    In a ``gather``, it leaves that to the caller.
     """
     with uninterrupted():
         meeting = loop.meet("follow")
@@ -93,12 +93,14 @@ def to_pytorch(loop: TrainingLoop) -> dict[str, torch.Tensor]:
     }
 
 
-def load(loop: TrainingLoop, given: Callable[[], Mapping[str, Any]], strict: bool, owned: bool = False) -> None:
+def load(
+    loop: TrainingLoop, get_state_dict: Callable[[], Mapping[str, Any]], strict: bool, owned: bool = False
+) -> None:
     """Restores what :func:`collect` or :func:`to_pytorch` returned, or a PyTorch model's state dict.
 
     Args:
         loop: The loop to restore.
-        given: Returns the state, which must be the same in all processes.
+        get_state_dict: Returns the state, which must be the same in all processes.
         strict: Whether names must match exactly; if not, only names that both have are restored.
         owned: Whether nothing else uses the state's memory, so that it need not be copied.
 
@@ -113,7 +115,7 @@ def load(loop: TrainingLoop, given: Callable[[], Mapping[str, Any]], strict: boo
 
     def checked() -> tuple[Mapping[str, Any], State]:
         loop.started()  # raises if the user replaced tensors of the model by unusable ones
-        state_dict = given()
+        state_dict = get_state_dict()
         restored = read(state_dict if owned else copied(state_dict), loop.contents, loop.window, strict)
         rates.check_state(restored.objects.get("lr_scheduler"), strict)
         if "torch_optimizer" in restored.objects and isinstance(config, TorchOptimizerConfig):
@@ -122,17 +124,19 @@ def load(loop: TrainingLoop, given: Callable[[], Mapping[str, Any]], strict: boo
 
     state_dict, restored = together(loop.strategy, "load", checked)
     if loop.strategy.world_size > 1:
-        _take_own(restored, loop.strategy, loop.contents.device)
+        _reduce_to_process(restored, loop.strategy, loop.contents.device)
     objects = restored.objects
-    own_scale, own_rates = precision.state_dict(), copying.deepcopy(rates.state_dict())
+    previous_scaler, previous_rates = precision.state_dict(), copying.deepcopy(rates.state_dict())
     if restored.window is not None and "window" in state_dict:
-        _warn_of_difference("loss_scaler", own_scale, objects)
-        _warn_of_difference("lr_scheduler", own_rates, objects)
+        _warn_of_difference("loss_scaler", previous_scaler, objects)
+        _warn_of_difference("lr_scheduler", previous_rates, objects)
+    # The user's objects may reject a state that passed the checks. Then those that have loaded theirs get back the
+    # previous one; the rest of the state, in restore(), can no longer be rejected.
     with uninterrupted(), contextlib.ExitStack() as undo:
         precision.load_state_dict(objects.get("loss_scaler"), strict)
-        undo.callback(precision.load_state_dict, own_scale, strict=True)
+        undo.callback(precision.load_state_dict, previous_scaler, strict=True)
         rates.load_state_dict(objects.get("lr_scheduler"), strict)
-        undo.callback(rates.load_state_dict, own_rates, strict=True)
+        undo.callback(rates.load_state_dict, previous_rates, strict=True)
         if restored.outside:
             carried = loop.source.carried()
             loop.source.load_carried({name: _unstored(name, entry) for name, entry in restored.outside.items()})
@@ -145,10 +149,10 @@ def load(loop: TrainingLoop, given: Callable[[], Mapping[str, Any]], strict: boo
         _restore(loop, restored)
 
 
-def _warn_of_difference(key: str, own: Mapping[str, Any] | None, given: Mapping[str, Any]) -> None:
+def _warn_of_difference(key: str, current: Mapping[str, Any] | None, restored: Mapping[str, Any]) -> None:
     """Warns if only one of the trainer and a complete state dict has the state of a scaler or schedule."""
-    if (own is None) != (key not in given):
-        what = f"The trainer has no {key}, so it ignores that of" if own is None else f"Missing key: {key} in"
+    if (current is None) != (key not in restored):
+        what = f"The trainer has no {key}, so it ignores that of" if current is None else f"Missing key: {key} in"
         warn(f"{what} state_dict")
 
 
@@ -165,7 +169,7 @@ def copied(value: Any) -> Any:
 
 
 def gather(loop: TrainingLoop, meeting: Meeting, keep: bool = True) -> State:
-    """Returns the joint state, in the trainer's own memory as far as possible; all processes call this after a meeting.
+    """Returns the joint state, in the trainer's own memory where possible; all processes call this after a meeting.
 
     Args:
         loop: The loop.
@@ -189,14 +193,17 @@ def gather(loop: TrainingLoop, meeting: Meeting, keep: bool = True) -> State:
     if meeting.kind != "model":
         slots: dict[str, dict[str, torch.Tensor]] = {name: {} for name in loop.optimizer.slots}
         for slot in loop.optimizer.rule.slots:
-            parts = {name: own[slot] for name, own in loop.optimizer.slots.items() if slot in own}
+            parts = {name: tensors[slot] for name, tensors in loop.optimizer.slots.items() if slot in tensors}
             for name, value in strategy.whole(parts, keep).items():
                 slots[name][slot] = value
-        optimizer = _arrays({f"{name}.{slot}": value for name, own in slots.items() for slot, value in own.items()})
+        optimizer = _arrays(
+            {f"{name}.{slot}": value for name, tensors in slots.items() for slot, value in tensors.items()}
+        )
         gradients = _arrays(strategy.total(meeting, keep))
     if not keep:
         return State()
     if optimizer is not None:
+        # Stored is the number of the next update, as in files of the legacy trainer.
         following = {name: int(count) + 1 for name, count in loop.optimizer.counts.items()}
         if contents.shares_count:
             following = {STEP: max(following.values(), default=1)}
@@ -239,16 +246,23 @@ def gather(loop: TrainingLoop, meeting: Meeting, keep: bool = True) -> State:
 
 
 def _arrays(tensors: Named) -> dict[str, Array]:
+    """Returns tensors as arrays, which share their memory where possible."""
     return {name: array_of(value) for name, value in tensors.items()}
 
 
 def _stored(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a value from outside tensors with its tensors as arrays; dtypes are apart, as NumPy has no bfloat16."""
     tensors = entry["tensors"]
     dtypes = [str(tensor.dtype).removeprefix("torch.") for tensor in tensors]
     return {"value": entry["value"], "tensors": [array_of(tensor) for tensor in tensors], "dtypes": dtypes}
 
 
 def _unstored(name: str, entry: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what :func:`_stored` got.
+
+    Raises:
+        ValueError: If the entry is damaged.
+    """
     try:
         tensors = [value if isinstance(value, torch.Tensor) else tensor_of(value) for value in entry["tensors"]]
         pairs = zip(tensors, entry["dtypes"], strict=True)
@@ -257,7 +271,7 @@ def _unstored(name: str, entry: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(f"state_dict[outside][{name}] is damaged: {shown(entry)}") from error
 
 
-def _take_own(restored: State, strategy: Strategy, device: torch.device) -> None:
+def _reduce_to_process(restored: State, strategy: Strategy, device: torch.device) -> None:
     """Reduces a state, in place, to what this process restores.
 
     Rank 0 continues the window with its gradients; the others start with an empty contribution. If as many processes
@@ -271,9 +285,8 @@ def _take_own(restored: State, strategy: Strategy, device: torch.device) -> None
     Raises:
         DistributedError: In all processes, if their states differ.
     """
-    own = _checksum(restored)
-    sums = [int(found) for found in strategy.gather(str(own).encode())]
-    different = [rank for rank, found in enumerate(sums) if found != sums[0]]
+    checksums = [int(text) for text in strategy.gather(str(_checksum(restored)).encode())]
+    different = [rank for rank, checksum in enumerate(checksums) if checksum != checksums[0]]
     if different:
         raise DistributedError(
             f"ranks {different} got a different state to load than rank 0: load the same state in all processes; "
@@ -296,12 +309,12 @@ def _checksum(restored: State) -> int:
     counts = {key: int(optimizer[key][0]) for key in optimizer if key.rpartition(".")[2] in (STEP, UPDATE_COUNT)}
     names = [sorted(optimizer), sorted(restored.gradients), restored.random is None]
     numbers = [restored.step, restored.optimization_step, restored.micro_batches, restored.window, names, counts]
-    found = zlib.crc32(json.dumps(numbers, sort_keys=True, default=str).encode())
+    checksum = zlib.crc32(json.dumps(numbers, sort_keys=True, default=str).encode())
     values = {**restored.parameters, **restored.buffers}
     for name in sorted(values):
         value = np.atleast_1d(np.ascontiguousarray(values[name]))
-        found = zlib.crc32(value.view(np.uint8).data, zlib.crc32(name.encode(), found))
-    return found
+        checksum = zlib.crc32(value.view(np.uint8).data, zlib.crc32(name.encode(), checksum))
+    return checksum
 
 
 def _derived(state: Array, rank: int, device: torch.device) -> Array:

@@ -24,7 +24,7 @@ from .batch import Batch, InputTypeError, check_batch, read_batch, to_tensor, un
 __all__ = ["StepGraphs"]
 
 _log = logging.getLogger(__name__)
-# Each graph costs an export; a model that fixes a dimension must not be exported without end.
+# Each graph costs an export; a model that fixes a dimension must not be exported again and again.
 _MAXIMUM_GRAPHS = 16
 # Limit for remembered kinds of batches (shapes, dtypes, devices) that match the description.
 _MAXIMUM_KINDS = 1024
@@ -45,7 +45,7 @@ class StepGraphs:
     Attributes:
         has_started: Whether training or evaluation has begun.
         loss_parameters: Numbers that the loss reads, by name; they may be changed before any step.
-        leaves: By the id of a graph, which lives as long as the executor, what its runs leave outside.
+        leaves: Id of a graph -> what its runs leave outside. Graphs live as long as the executor, so ids stay unique.
 
     Raises:
         TypeError, ValueError: If the description is invalid or does not match the model.
@@ -112,7 +112,7 @@ class StepGraphs:
         Raises:
             TypeError, ValueError: If they do not match the description.
         """
-        # Until there is a graph, a batch that was refused decides nothing.
+        # Until there is a graph, each batch is described anew: one that was refused must not decide the description.
         if self._description is None or (self._derives and not self.has_started):
             self._describe(args, kwargs)
         try:
@@ -121,13 +121,13 @@ class StepGraphs:
             batch = read_batch(names, args, kwargs, optional, self._arguments, self._source.inputs, self._keeps_orders)
             if self._parameters or self.loss_parameters:
                 self._add_parameters(batch)
-            if partly and self._layouts:  # arguments that are left out keep their known layouts
-                known = {name: layout for name, layout in self._layouts.items() if has_tensors(layout)}
-                batch.layouts = tuple(sorted({**known, **dict(batch.layouts)}.items()))
-            found: list[Any] = list(batch)
+            if partly and self._layouts:  # arguments that are left out keep their earlier layouts
+                earlier = {name: layout for name, layout in self._layouts.items() if has_tensors(layout)}
+                batch.layouts = tuple(sorted({**earlier, **dict(batch.layouts)}.items()))
+            parts: list[Any] = list(batch)
             for value in batch.values():
-                found += (value.shape, value.dtype, value.device)
-            kind = tuple(found)
+                parts += (value.shape, value.dtype, value.device)
+            kind = tuple(parts)
             if kind not in self._fitting:
                 self._check(batch)
                 if len(self._fitting) >= _MAXIMUM_KINDS:
@@ -149,9 +149,9 @@ class StepGraphs:
         self._fitting.clear()
 
     def blank_batch(self) -> Batch:
-        """Returns a batch like the first: zeros, as an evaluation graph depends only on dtypes and fixed sizes.
+        """Returns a batch like the first: zeros, because an evaluation graph depends only on dtypes and fixed sizes.
 
-        If the model has branches on values, it has the values of the batch that it was first exported for.
+        If the model has branches on values, the batch has the values of the first one.
 
         Raises:
             RuntimeError: If there was no batch yet, and the model does not define its inputs itself.
@@ -171,13 +171,13 @@ class StepGraphs:
         Raises:
             RuntimeError: If a name is unknown or repeated.
         """
-        known = self._output_names
+        output_names = self._output_names
         if not names:
-            return known
-        if not set(names) <= set(known) or len(set(names)) < len(names):
+            return output_names
+        if not set(names) <= set(output_names) or len(set(names)) < len(names):
             raise RuntimeError(
                 f"The specified fetches list contains invalid output names: {list(names)}; it may contain each of "
-                f"{list(known)} once"
+                f"{list(output_names)} once"
             )
         return names
 
@@ -219,7 +219,7 @@ class StepGraphs:
         plan = executor.plan(training, batch, names, backward, refused)
         while plan is None:
             self._add_graph(executor, batch, training, names, branching=bool(refused))
-            if self._source.put_carried():  # a checkpoint's, for places that only this export has shown
+            if self._source.put_carried():  # a checkpoint's values, for places that only this export has shown
                 self._guard(executor, batch, training)
             plan = executor.plan(training, batch, names, backward, refused)
         return plan
@@ -237,18 +237,18 @@ class StepGraphs:
         """
         batch = self.blank_batch()
         self._guard(executor, batch, training)
-        known = executor.plan(training, batch, self._output_names)
+        plan = executor.plan(training, batch, self._output_names)
         tensors = {**self._source.parameters, **self._source.buffers}
-        if known is not None and known.runner.step.is_standard and known.runner.step.state.keys() <= tensors.keys():
-            return known.runner.step
+        if plan is not None and plan.runner.step.is_standard and plan.runner.step.state.keys() <= tensors.keys():
+            return plan.runner.step
         return self._build(batch, training, portable=True)
 
     def leave(self, step: Step, tensors: Sequence[torch.Tensor]) -> None:
-        """Leaves outside what a run of a graph has left there.
+        """Writes what a run of a graph leaves outside tensors.
 
         Args:
             step: The graph.
-            tensors: The tensors in it, as ``Step.left``.
+            tensors: The values of its outputs ``Step.left``.
         """
         notes = self.leaves.get(id(step))
         if notes is not None:
@@ -274,9 +274,9 @@ class StepGraphs:
             RuntimeError: If their outputs differ.
         """
         plan = self.plan(executor, batch, False, self._output_names)
-        found = executor.evaluate(plan, batch)
+        outputs = executor.evaluate(plan, batch)
         reference = self._builder(batch).reference(batch)
-        for output, ours, theirs in zip(self.description.outputs, found, reference, strict=True):
+        for output, ours, theirs in zip(self.description.outputs, outputs, reference, strict=True):
             if not torch.allclose(ours.float(), theirs.float(), rtol=1e-2, atol=1e-6, equal_nan=True):
                 difference = (ours.float() - theirs.float()).abs().max().item()
                 raise RuntimeError(
@@ -285,7 +285,8 @@ class StepGraphs:
                 )
 
     def _set_description(self, description: ModelDescription, parameters: Sequence[str] | None = None) -> None:
-        # This checks the description; which arguments of a loss are its parameters is known from the first batch on.
+        """Checks a description and makes it the current one."""
+        # Making a builder checks the description. Before the first batch, the parameters of the loss are unknown.
         self._source.builder(description, tuple(self._layouts.items()), parameters)
         self._description, self._input_names = description, tuple(description.input_names)
         self._output_names = tuple(description.output_names)
@@ -296,9 +297,9 @@ class StepGraphs:
         """Derives the description from the first batch."""
         self._description, self._input_names, self._arguments, self._output_names = None, (), (), ()
         args, kwargs = unpack(args, kwargs)
-        given = self._source.name_inputs(args, kwargs, self.loss_parameters)
+        arguments = self._source.name_inputs(args, kwargs, self.loss_parameters)
         leaves: dict[str, Any] = {}
-        layouts = {argument: flatten(argument, value, leaves) for argument, value in given.items()}
+        layouts = {argument: flatten(argument, value, leaves) for argument, value in arguments.items()}
         batch = {name: to_tensor(name, value) for name, value in leaves.items()}
         self._layouts = {name: layout for name, layout in layouts.items() if layout[0] != "tensor"}
         parameters = Batch()
@@ -306,10 +307,10 @@ class StepGraphs:
         self._set_description(self._source.describe(batch, layouts, parameters), tuple(parameters))
         # Positional arguments keep the order of the first batch; of those given by name, the labels are last.
         order: tuple[str, ...] = self._arguments
-        first = [*given][: len(args)]
+        first = [*arguments][: len(args)]
         named = iter([argument for argument in order if argument not in first])
         self._arguments = tuple(
-            next(named) if argument in order and argument not in first else argument for argument in given
+            next(named) if argument in order and argument not in first else argument for argument in arguments
         )
         _log.info("derived from the first batch: %s", self._description)
 
@@ -321,6 +322,7 @@ class StepGraphs:
             self._rebind(executor, changed)
 
     def _rebind(self, executor: Executor, changed: Mapping[str, torch.Tensor]) -> None:
+        """Replaces tensors in the executor, and reports it."""
         executor.rebind(changed)
         self._rebound(changed)
 
@@ -328,9 +330,9 @@ class StepGraphs:
         """Returns a builder of graphs for arguments like a batch's, with the current loss parameters."""
         description = self.description
         if self._parameters:
-            known = description.to_dict()
-            inputs = [*known["inputs"], *((name, []) for name in self._parameters)]
-            description = ModelDescription({**known, "inputs": inputs}, description.inferred, description.corrected)
+            fields = description.to_dict()
+            inputs = [*fields["inputs"], *((name, []) for name in self._parameters)]
+            description = ModelDescription({**fields, "inputs": inputs}, description.inferred, description.corrected)
         return self._source.builder(description, batch.layouts, tuple(self._parameters), portable)
 
     def _add_parameters(self, batch: Batch) -> None:
@@ -339,10 +341,11 @@ class StepGraphs:
             taken = [name for name in self.loss_parameters if name in self._input_names or not name.isidentifier()]
             if taken:
                 raise ValueError(f"loss_parameters {taken} must be valid argument names and differ from the inputs")
+            # NaN differs from every number, so the first value is written.
             self._parameters = {name: (math.nan, torch.zeros((), device=self._device)) for name in self.loss_parameters}
         for name, value in self.loss_parameters.items():
-            known, tensor = self._parameters[name]
-            if known != value:
+            current, tensor = self._parameters[name]
+            if current != value:
                 if isinstance(value, bool) or not isinstance(value, numbers.Real):
                     raise TypeError(f"loss_parameters[{name!r}] must be a number, but {shown(value)} was given")
                 self._parameters[name] = (float(value), tensor.fill_(float(value)))
@@ -359,23 +362,24 @@ class StepGraphs:
             raise
 
     def _widen(self, batch: Batch) -> None:
-        known = self.description
+        """Makes dynamic the dimensions in which a batch differs, if the description is derived or may be corrected."""
+        description = self.description
         shapes = {name: tuple(value.shape) for name, value in batch.items()}
-        wider = known.widened(shapes, correct=not known.inferred)
-        if wider is not known:
-            changed = [entry for entry in wider.inputs if entry not in known.inputs]
-            if known.inferred:
+        wider = description.widened(shapes, correct=not description.inferred)
+        if wider is not description:
+            changed = [entry for entry in wider.inputs if entry not in description.inputs]
+            if description.inferred:
                 sizes = ", ".join(map(str, changed))
                 _log.warning("a batch has other sizes than earlier ones, so the model is exported again: %s", sizes)
             else:
-                wrong = [f"{e.name!r} {list(e.shape)}" for e in known.inputs if e not in wider.inputs]
+                wrong = [f"{e.name!r} {list(e.shape)}" for e in description.inputs if e not in wider.inputs]
                 message = (
                     f"model_desc contradicts the batch and is corrected: inputs {', '.join(wrong)} have the shapes "
                     f"{', '.join(str(list(shapes[entry.name])) for entry in changed)}"
                 )
                 if not self._tolerates(message):
-                    return  # the check of the batch says what is wrong
-            self._narrower = known
+                    return  # the check of the batch raises, and says what is wrong
+            self._narrower = description
             self._set_description(wider)
 
     def _narrow(self) -> None:
@@ -387,6 +391,7 @@ class StepGraphs:
     def _add_graph(
         self, executor: Executor, batch: Batch, training: bool, names: Sequence[str], branching: bool
     ) -> None:
+        """Exports the model for a batch and adds the graph to the executor; see :meth:`plan` for the arguments."""
         sizes = self.description.sizes({name: tuple(value.shape) for name, value in batch.items()})
         graphs = executor.graphs(training)
         if graphs:
@@ -416,7 +421,7 @@ class StepGraphs:
         notes = self._source.notes
         if training and notes is not None:
             self.leaves[id(step)] = notes
-        self._guard(executor, batch, training)  # now it is known which tensors from outside the graph takes
+        self._guard(executor, batch, training)  # again: the export has shown which tensors from outside the graph takes
         try:
             executor.add_graph(step)
         except RuntimeError:
@@ -445,8 +450,9 @@ class StepGraphs:
         portable: bool = False,
         branching: bool = False,
     ) -> Step:
+        """Exports the model; if that fails, the description is what it was before it was widened for this batch."""
         try:
-            # Only training depends on the order in memory, in which masks are drawn.
+            # Masks are drawn in the order of the input in memory, so only training depends on it.
             sample = batch.as_given() if training else batch
             step = self._builder(batch, portable).build(sample, training, names, branching=branching)
         except BaseException as error:
@@ -468,9 +474,9 @@ class StepGraphs:
         except Exception as error:
             pairs = zip(narrower.inputs, self.description.inputs, strict=True)
             earlier = [f"{entry.name!r} {list(entry.shape)}" for entry, now in pairs if entry != now]
-            found = [f"{name!r} {list(value.shape)}" for name, value in batch.items()]
+            shapes = [f"{name!r} {list(value.shape)}" for name, value in batch.items()]
             return ValueError(
-                f"{self._source.name} does not take a batch of these sizes, {', '.join(found)}; earlier batches had "
+                f"{self._source.name} does not take a batch of these sizes, {', '.join(shapes)}; earlier batches had "
                 f"{', '.join(earlier)}: {error}"
             )
         return None

@@ -41,7 +41,12 @@ class Share(NamedTuple):
 
 
 class AccumulationWindow:
-    """Counts the micro-batches of a window and computes the factors and divisors of their gradients.
+    """Counts the micro-batches of a window and computes the factors and divisors of their gradients::
+
+        gradients = sum over i of factor_i * gradient_i,    factor_i = scale_0 * weight_i / weight_0
+        update uses gradients / divisor,                    divisor = scale_0 * (sum over i of weight_i) / weight_0
+
+    For the reduction ``sum``, the divisor is ``scale_0``; except for ``weighted``, all weights are 1.
 
     Args:
         size: Micro-batches per weight update.
@@ -112,7 +117,7 @@ class AccumulationWindow:
         return float(weight)
 
     def factor(self, weight: float, scale: float) -> float:
-        """Returns the factor on the loss of the coming micro-batch, for its backward pass.
+        """Returns the factor on the loss of the next micro-batch, for its backward pass.
 
         The gradients of a window are summed, so all use the loss scale of the first micro-batch, even if the scaler's
         changes in between. Weights are relative to the first: counts of thousands would overflow fp16 gradients.
@@ -154,7 +159,7 @@ class AccumulationWindow:
         self.micro_batches, self._weight, self._unit, self._scale = 0, 0.0, 1.0, 1.0
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the state as JSON values. A size is part of it if it was assigned, not if it is from the options."""
+        """Returns the state as JSON values. It includes an assigned size, but not one from the options."""
         return {
             "micro_batches": self.micro_batches,
             "reduction": self.reduction,
@@ -298,14 +303,14 @@ class Strategy:
             dtypes: Dtypes by input name.
         """
 
-    def meet(self, own: Arrival) -> Meeting:
+    def meet(self, arrival: Arrival) -> Meeting:
         """Waits for the other processes and agrees with them on the next operation.
 
         Raises:
             DistributedError: If another process does not arrive in time, or requests another operation, or has other
                 rates, another loss scale or, for ``step``, gradients of other parameters.
         """
-        return Meeting(own, own.kind, (own.share,), *own[2:])
+        return Meeting(arrival, arrival.kind, (arrival.share,), *arrival[2:])
 
     def reduce(self, meeting: Meeting) -> tuple[Named, Share]:
         """Combines the gradients of all windows.
@@ -319,7 +324,7 @@ class Strategy:
         return meeting.own.gradients, meeting.own.share
 
     def average(self, meeting: Meeting) -> dict[str, torch.Tensor]:
-        """Returns the mean over the processes of the gradients, which are new tensors anywhere."""
+        """Returns the mean of the gradients over the processes; here they may be anywhere in memory."""
         return dict(meeting.own.gradients)
 
     def spread(self, meeting: Meeting, parameters: Named, buffers: Named) -> None:
@@ -362,7 +367,7 @@ class Strategy:
         return contextlib.nullcontext()
 
     def failed(self, error: BaseException) -> None:
-        """Records that a step of this process raised, so that the others can report why they waited in vain."""
+        """Records the error of a step of this process, so that the others can report why they waited in vain."""
 
 
 def together(strategy: Strategy, kind: str, action: Callable[[], Result]) -> Result:

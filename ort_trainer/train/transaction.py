@@ -23,6 +23,8 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 class _Loop(Protocol):
+    """What a transaction needs of a training loop."""
+
     info: TrainStepInfo
     source: ModelSource
     strategy: Strategy
@@ -30,17 +32,23 @@ class _Loop(Protocol):
 
 
 class Transaction(uninterrupted):
-    """A context that a step enters, begins and commits.
+    """A context that a step enters, begins and commits::
 
-    No other thread may be in a transaction of the loop. From its start, the step runs outside ``torch.inference_mode``,
-    because later steps could not change inference tensors. It may still refuse the batch, and be interrupted. From
-    :meth:`begin` on, signals wait until the end, and an error before :meth:`commit` restores the counters, buffers and
-    random state. (An update divides and clips the window's gradients in place, so if it fails, all of them are dropped,
-    including those of earlier micro-batches.)
+        enter             begin               commit                exit
+          | bind the batch  | run, reduce, update | leave values outside |
+          | error: nothing  | error: counters,    | error: the step      |
+          | has changed     | buffers and random  | stays complete       |
+          |                 | state are restored  |                      |
+          | signals arrive  | signals wait ............................. | and are delivered
+
+    No other thread may be in a transaction of the loop. The step runs outside ``torch.inference_mode``, because later
+    steps could not change inference tensors. An update divides and clips the window's gradients in place, so if it
+    fails, all of them are dropped, including those of earlier micro-batches. Several processes commit before they meet,
+    because no process can roll back alone.
 
     Args:
         loop: Runs the step.
-        joint: Whether other processes wait for the step, so are told when it raises.
+        joint: Whether other processes wait for the step, and must hear of its error.
     """
 
     def __init__(self, loop: _Loop, joint: bool = True) -> None:
@@ -57,7 +65,7 @@ class Transaction(uninterrupted):
         return self
 
     def begin(self, executor: Executor | None = None, step: Step | None = None) -> None:
-        """Holds signals, and remembers what a run of a graph changes.
+        """Holds signals, and copies what a run of a graph changes.
 
         Args:
             executor: Has the buffers and the random state.
@@ -72,23 +80,24 @@ class Transaction(uninterrupted):
             self._before = executor, info.step, info.all_finite, state, buffers
 
     def undo(self) -> None:
-        """Restores what was there before :meth:`begin`, for another attempt, and delivers signals."""
+        """Restores the state from before :meth:`begin`, for another attempt, and delivers signals."""
         if self._before is not None:
             self._put_back(*self._before)
             self._before = None
         self.release()
 
     def commit(self) -> None:
-        """Records that the step is complete: a later error comes after it."""
+        """Records that the step is complete: a later error does not undo it."""
         self._before = None
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
         try:
+            # First, so that a handler finds the step either complete or not begun.
             if kind is not None and self._before is not None:
                 self._put_back(*self._before)
-            self.release()  # raises what a handler raises
+            self.release()  # may raise the error of a handler
         except BaseException as error:
-            value = error
+            value = error  # the other processes hear of a handler's error, too
             raise
         finally:
             if value is not None and self._joint:
@@ -101,16 +110,20 @@ class Transaction(uninterrupted):
     def _put_back(
         self, executor: Executor, step: int, all_finite: bool, state: Any, buffers: dict[str, torch.Tensor]
     ) -> None:
+        """Restores what :meth:`begin` has copied."""
         self._loop.info.step, self._loop.info.all_finite = step, all_finite
         if state is not None:
             executor.generator.set_state(state)
         for name, buffer in buffers.items():
             executor.tensor(name).copy_(buffer)
-        self._loop.source.memory.publish(buffers)
+        self._loop.source.memory.publish(buffers)  # to the model, where it has copies of them
 
 
 def in_transaction(method: Method) -> Method:
-    """Runs a method that is no step in a transaction, of the loop that its object is or has."""
+    """Decorates a method that is not a step: it runs in a transaction of its loop, which is ``self._loop`` or ``self``.
+
+    Nothing begins, so nothing is restored. What remains: one thread, and no inference mode.
+    """
 
     @functools.wraps(method)
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -121,7 +134,7 @@ def in_transaction(method: Method) -> Method:
 
 
 def outside_inference_mode(method: Method) -> Method:
-    """Runs a function outside ``torch.inference_mode``, as :class:`Transaction` does with steps."""
+    """Decorates a function: it runs outside ``torch.inference_mode``, as steps do in a :class:`Transaction`."""
 
     @functools.wraps(method)
     def wrapped(*args: Any, **kwargs: Any) -> Any:

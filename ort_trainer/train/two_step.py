@@ -90,7 +90,7 @@ class TwoStepSession:
 
     @in_transaction
     def set_learning_rate(self, *learning_rates: float) -> None:
-        """Sets the learning rates of the optimizer config for coming updates; checkpoints do not include them.
+        """Sets the learning rates of the optimizer config for later updates; checkpoints do not include them.
 
         Args:
             *learning_rates: One for all parameters, or one per group followed by the default.
@@ -109,7 +109,7 @@ class TwoStepSession:
         config.learning_rates = list(learning_rates) * (count if len(learning_rates) == 1 else 1)
 
     def get_learning_rate(self) -> float:
-        """Returns the learning rate of the coming update; the default rate if parameter groups have their own.
+        """Returns the learning rate of the next update; the default rate if parameter groups have their own.
 
         With a schedule from ``ort_trainer.optim``, or of your own class, returns the rate of the last update; before
         the first update, the rate that it will use.
@@ -160,15 +160,19 @@ class TwoStepSession:
         return executor
 
     def _named(self, inputs: Sequence[Any]) -> dict[str, Any]:
-        own = self.input_names()
+        """Returns inputs in order as inputs by name; None leaves one out."""
+        input_names = self.input_names()
         if not isinstance(inputs, (list, tuple)):
-            raise TypeError(f"inputs must be a list of tensors in the order {own}, but {shown(inputs)} was given")
-        if len(inputs) != len(own):
-            raise TypeError(f"{len(inputs)} inputs were given, but a step takes {len(own)}: {own}")
-        return {name: value for name, value in zip(own, inputs, strict=True) if value is not None}
+            raise TypeError(
+                f"inputs must be a list of tensors in the order {input_names}, but {shown(inputs)} was given"
+            )
+        if len(inputs) != len(input_names):
+            raise TypeError(f"{len(inputs)} inputs were given, but a step takes {len(input_names)}: {input_names}")
+        return {name: value for name, value in zip(input_names, inputs, strict=True) if value is not None}
 
 
 def _checked_names(names: Sequence[str] | None) -> Sequence[str]:
+    """Returns the names of outputs to fetch; empty for all."""
     if isinstance(names, str):
         raise TypeError(f"names must be a list of names, but {shown(names)} was given")
     return names or ()

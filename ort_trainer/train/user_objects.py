@@ -13,7 +13,7 @@ from ..state.state import HasState
 
 __all__ = ["claim", "load_state"]
 
-# id of an object -> the trainer's loop that uses it. The loop keeps the object alive, so ids are not reused meanwhile.
+# Id of an object -> the trainer's loop that uses it. The loop keeps the object alive, so ids are not reused meanwhile.
 _USERS: dict[int, weakref.ref[Any]] = {}
 
 
@@ -26,10 +26,10 @@ def claim(thing: object, user: object, option: str, refuse: Callable[[str], None
         option: The option that it was passed in, for the message.
         refuse: Called with a message if another trainer uses it.
     """
-    known = _USERS.get(id(thing))
-    if known is not None and known() is not None:
+    reference = _USERS.get(id(thing))
+    if reference is not None and reference() is not None:
         gc.collect()  # a reference cycle may keep a deleted trainer alive
-    other = None if known is None else known()
+    other = None if reference is None else reference()
     if other is not None and other is not user:
         refuse(
             f"{option}: another trainer uses this {type(thing).__name__}, and both would change it: give each trainer "
@@ -58,12 +58,12 @@ def load_state(thing: HasState, state: Mapping[str, Any], key: str, strict: bool
         RuntimeError: If keys differ and ``strict`` is True.
         CheckpointError: If the object rejects the state.
     """
-    own = thing.state_dict()
-    compare_keys(own, state, strict, f"state_dict[{key}]")
+    previous = thing.state_dict()
+    compare_keys(previous, state, strict, f"state_dict[{key}]")
     try:
-        thing.load_state_dict(dict(state) if strict else {**own, **state})
+        thing.load_state_dict(dict(state) if strict else {**previous, **state})
     except Exception as error:
-        thing.load_state_dict(own)
+        thing.load_state_dict(previous)
         if not isinstance(error, (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)):
             raise
         raise CheckpointError(f"state_dict[{key}] is invalid for {type(thing).__name__}: {error!r}") from error

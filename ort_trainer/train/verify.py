@@ -1,4 +1,4 @@
-"""Compares steps with the same in eager PyTorch before they take effect: the option ``debug.verify_every``."""
+"""Compares steps with the same steps in eager PyTorch, before they take effect: ``debug.verify_every``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class StepVerifier:
     """Repeats steps in PyTorch.
 
     Args:
-        every: Each so many-th step is compared.
+        every: Compares step number ``every``, 2 * ``every``, and so on.
         graphs: The trainer's graphs.
         scaled: Whether updates with gradients that are not finite are skipped.
         padded: Whether outputs are zero at padded places, as with ``utils.remove_padding``.
@@ -49,8 +49,8 @@ class StepVerifier:
             number: The number of the step, for the error.
 
         Returns:
-            What compares the graph's results and raises a ``VerificationError`` if they differ; None if it is not the
-            turn of this step.
+            A function that compares the graph's results and raises a ``VerificationError`` if they differ; None if this
+            step is not compared.
         """
         if (self._count + 1) % self._every:
             self._count += 1
@@ -62,15 +62,15 @@ class StepVerifier:
                 theirs = graphs.eager(executor, batch, scale, state)
             except Exception as error:
                 raise not_run(f"step {number}", error) from error
-            if self._padded:  # the others are zero at padded places
+            if self._padded:  # outputs other than the loss are zero at padded places
                 outputs = {step.loss: outputs[step.loss]} if step.loss in outputs else {}
             gradients = {name: written[output] for name, output in step.gradients.items()}
             if self._scaled and not (_finite(gradients) or _finite(theirs.gradients)):
                 self._count += 1
-                return  # the update is skipped, and kernels differ in what they make of an overflow
+                return  # the update is skipped, and kernels differ in the results of an overflow
             buffers = executor.buffers | {name: written[output] for name, output in step.buffer_updates.items()}
             buffers = {name: buffers[name] for name in theirs.buffers}  # without those of the loss
-            found = report(
+            message = report(
                 EagerStep(dict(outputs), gradients, buffers).named(),
                 _fetched(theirs, outputs).named(),
                 theirs.rounding,
@@ -78,9 +78,9 @@ class StepVerifier:
                 dict.fromkeys(map(gradient_of, gradients), gradient_floor(theirs.gradients.values(), theirs.rounding)),
                 [*map(gradient_of, gradients)] if self._scaled else (),
             )
-            if found:
+            if message:
                 raise VerificationError(
-                    f"step {number} differs from the same step in PyTorch (debug.verify_every): {found} The step was "
+                    f"step {number} differs from the same step in PyTorch (debug.verify_every): {message} The step was "
                     "not taken: weights, gradients, buffers and counters are unchanged, so you can save a checkpoint. "
                     f"{WHY_DIFFERENT}"
                 )
@@ -90,8 +90,10 @@ class StepVerifier:
 
 
 def _fetched(step: EagerStep, names: Collection[str]) -> EagerStep:
+    """Returns a step with only the named outputs."""
     return step._replace(outputs={name: value for name, value in step.outputs.items() if name in names})
 
 
 def _finite(gradients: Mapping[str, torch.Tensor]) -> bool:
+    """Returns whether all gradients are finite."""
     return all(bool(value.isfinite().all()) for value in gradients.values())

@@ -24,7 +24,7 @@ X = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
 
 def count(ours: ORTModule) -> int:
     """Returns how many graphs there are."""
-    return sum(map(len, ours._graphs._found.values()))
+    return sum(map(len, ours._graphs._by_kind.values()))
 
 
 def of_fallback(record: list[warnings.WarningMessage]) -> list[str]:

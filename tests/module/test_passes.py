@@ -63,7 +63,7 @@ def test_twenty_steps_with_other_sizes() -> None:
         losses.append(kept)
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
     close(ours.state_dict(), eager.state_dict())
-    assert sum(map(len, ours._graphs._found.values())) == 1
+    assert sum(map(len, ours._graphs._by_kind.values())) == 1
 
 
 def test_inputs_get_gradients(heads: tuple[nn.Module, ORTModule]) -> None:
@@ -353,7 +353,7 @@ def test_other_sizes_are_exported_once_more() -> None:
     ours = ORTModule(nn.Tanh())
     for size in (6, 4, 5, 3):
         close(ours(torch.ones(2, size)), torch.ones(2, size).tanh())
-    assert sum(map(len, ours._graphs._found.values())) == 2
+    assert sum(map(len, ours._graphs._by_kind.values())) == 2
 
 
 class Parts(nn.Module):

@@ -1,4 +1,4 @@
-"""Graphs of PyTorch's kernels, as data, and what runs them."""
+"""Graphs of PyTorch's kernels, as data, and the code that runs them."""
 
 from .program import Program
 

@@ -1,7 +1,7 @@
 """Compiles the programs of a graph to one Python function, which runs them directly.
 
-Python source makes a call of an operator ten times cheaper than an interpreter would. Everything in a program that is
-not a number becomes a name in the function's globals, so that no text from a file gets into the source.
+A call of an operator from Python source costs a tenth of a call through an interpreter of programs. Everything in a
+program that is not a number becomes a name in the function's globals, so no text from a file gets into the source.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ def loaded(graph: ProgramGraph) -> tuple[list[Call], dict[str, torch.Tensor]]:
 
 
 def _tensor(name: str, constant: Constant) -> torch.Tensor:
+    """Returns a constant of a graph as a tensor."""
     dtype, shape = getattr(torch, constant.dtype, None), constant.shape
     if not isinstance(dtype, torch.dtype) or math.prod(shape) * dtype.itemsize != len(constant.data):
         raise ValueError(
@@ -56,7 +57,7 @@ def _tensor(name: str, constant: Constant) -> torch.Tensor:
 
 
 class _Line(NamedTuple):
-    """A line of the source; it is left out if nothing reads the variable that it sets."""
+    """A line of the source; it is omitted if no needed line reads the variable that it sets."""
 
     text: str
     sets: str = ""
@@ -73,10 +74,10 @@ def compiled(
     """Returns a graph of programs as a function. It frees every value after the operator that reads it last.
 
     Args:
-        calls: The nodes, in an order in which each follows those whose results it takes.
+        calls: The nodes, in topological order.
         inputs: Names of the graph's inputs.
         outputs: Names of the values to return.
-        constants: Values that are known already.
+        constants: Values of the graph that are no inputs, by name.
         timed: Whether to record times.
 
     Returns:
@@ -85,7 +86,7 @@ def compiled(
         first step, after each step, and after the conversion of each result.
 
     Raises:
-        ValueError: If a program is damaged, or has an argument that no operator takes.
+        ValueError: If a program is damaged, or has an invalid argument.
     """
     try:
         return _Compiler(constants, timed).function(calls, inputs, outputs)
@@ -94,6 +95,8 @@ def compiled(
 
 
 class _Compiler:
+    """Writes the source of a function: ``v1``, ``v2``, ... are its variables, ``g`` and an id its globals."""
+
     def __init__(self, constants: Mapping[str, torch.Tensor], timed: bool) -> None:
         self._timed = timed
         self._globals: dict[str, Any] = {"now": time.perf_counter_ns}
@@ -104,13 +107,14 @@ class _Compiler:
     def function(
         self, calls: Sequence[Call], inputs: Sequence[str], outputs: Sequence[str]
     ) -> Callable[..., tuple[torch.Tensor, ...]]:
-        given = [self._variable() for _ in inputs]
-        self._values.update(zip(inputs, given, strict=True))
+        """Returns the function; see :func:`compiled`."""
+        arguments = [self._variable() for _ in inputs]
+        self._values.update(zip(inputs, arguments, strict=True))
         for call in calls:
             self._call(call)
         results = [self._values[name] for name in outputs]
-        body = [*([f"{', '.join(given)}, = values"] if given else []), "values.clear()"]
-        body += _freeing(self._lines, given, results)
+        body = [*([f"{', '.join(arguments)}, = values"] if arguments else []), "values.clear()"]
+        body += _freeing(self._lines, arguments, results)
         body.append(f"return ({''.join(f'{result}, ' for result in results)})")
         source = f"def run(values{', mark' * self._timed}):\n" + "\n".join(f"    {line}" for line in body)
         exec(compile(source, "<programs>", "exec"), self._globals)
@@ -118,6 +122,7 @@ class _Compiler:
         return run
 
     def _call(self, call: Call) -> None:
+        """Adds the lines of one node."""
         program = call.program
         taken = [self._values[name] for name in call.inputs]
         dims = self._dims(program, taken)
@@ -126,15 +131,15 @@ class _Compiler:
             for index, (value, order) in enumerate(zip(taken, program.inputs, strict=True))
         }
         for index, order in enumerate(program.inputs if program.loops else ()):
-            if order is None:  # unlike operators, loops read memory as it was laid out when they were compiled
+            if order is None:  # unlike operators, loops expect the strides that they were compiled for
                 sources["x", index] = self._set(f"{taken[index]}.contiguous()", [taken[index]])
         self._mark()
         for index, (target, args, kwargs) in enumerate(program.steps):
             reads: list[str] = []
             write = functools.partial(self._argument, sources, dims, reads)
-            given = [write(argument) for argument in args]
-            given += [f"{_identifier(name)}={write(argument)}" for name, argument in kwargs.items()]
-            call_of = f"{self._name(program.function(target))}({', '.join(given)})"
+            arguments = [write(argument) for argument in args]
+            arguments += [f"{_identifier(name)}={write(argument)}" for name, argument in kwargs.items()]
+            call_of = f"{self._name(program.function(target))}({', '.join(arguments)})"
             sources["v", index] = self._set(call_of, reads)
             self._mark()
         for name, (step, order) in zip(call.outputs, program.results, strict=True):
@@ -151,10 +156,11 @@ class _Compiler:
         read = [taken[source] for source, _ in program.symbols.values()]
         axes = [axis for _, axis in program.symbols.values()]
         shapes = ", ".join(f"{value}.shape[{int(axis)}]" for value, axis in zip(read, axes, strict=True))
-        found = self._set(f"{sizes}({shapes})", read)
-        return {expression: f"{found}[{index}]" for index, expression in enumerate(expressions)}
+        numbers = self._set(f"{sizes}({shapes})", read)
+        return {expression: f"{numbers}[{index}]" for index, expression in enumerate(expressions)}
 
     def _permuted(self, value: str, order: Order) -> str:
+        """Returns the variable of a value with permuted dimensions; the same one if the order is None."""
         return value if order is None else self._set(f"{value}.permute({[int(axis) for axis in order]})", [value])
 
     def _set(self, expression: str, reads: Sequence[str]) -> str:
@@ -164,14 +170,17 @@ class _Compiler:
         return variable
 
     def _mark(self) -> None:
+        """Adds a line that records the time, if times are recorded."""
         if self._timed:
             self._lines.append(_Line("mark(now())"))
 
     def _variable(self) -> str:
+        """Returns the name of a new variable."""
         self._count += 1
         return f"v{self._count}"
 
     def _name(self, value: Any) -> str:
+        """Returns the name of a global with this value."""
         name = f"g{id(value)}"
         self._globals[name] = value
         return name
@@ -205,49 +214,53 @@ class _Compiler:
         return self._name(attribute)
 
 
-def _freeing(lines: Sequence[_Line], given: Sequence[str], results: Sequence[str]) -> list[str]:
+def _freeing(lines: Sequence[_Line], inputs: Sequence[str], results: Sequence[str]) -> list[str]:
     """Returns the text of the lines that the results need, with deletions of variables after their last use."""
     needed = set(results)
-    found: list[str] = []
+    kept: list[str] = []  # from the last line to the first, so that the first read that is met is the last one
     for line in reversed(lines):
         if line.sets and line.sets not in needed:
             continue
         last = [name for name in dict.fromkeys(line.reads) if name not in needed and not name.startswith("g")]
         needed.update(line.reads)
-        found += [f"del {', '.join(last)}"] if last else []
-        found.append(line.text)
-    unread = [name for name in given if name not in needed]
-    found += [f"del {', '.join(unread)}"] if unread else []
-    return found[::-1]
+        kept += [f"del {', '.join(last)}"] if last else []
+        kept.append(line.text)
+    unread = [name for name in inputs if name not in needed]
+    kept += [f"del {', '.join(unread)}"] if unread else []
+    return kept[::-1]
 
 
 def _inverse(order: Sequence[int]) -> list[int]:
+    """Returns the permutation that undoes another one."""
     return [list(order).index(axis) for axis in range(len(order))]
 
 
 def _expressions(value: Any) -> list[tuple[str, str]]:
     """Returns the expressions over sizes in the arguments of steps."""
     if isinstance(value, (list, tuple)):
-        return [found for entry in value for found in _expressions(entry)]
+        return [expression for entry in value for expression in _expressions(entry)]
     if not isinstance(value, Mapping):
         return []
     return [
-        found for kind, what in value.items() for found in ([(kind, what)] if kind in _COMPUTED else _expressions(what))
+        expression
+        for kind, what in value.items()
+        for expression in ([(kind, what)] if kind in _COMPUTED else _expressions(what))
     ]
 
 
 def _identifier(name: str) -> str:
+    """Returns the name of an argument, after checking that it can be nothing else in the source."""
     if not name.isidentifier():
         raise ValueError(f"{name!r} is not a valid argument name")
     return name
 
 
 def _size_function(symbols: list[str], expressions: list[tuple[str, str]]) -> Callable[..., tuple[float, ...]]:
-    """Returns a function from the sizes of the symbols to the values of expressions, which it remembers."""
+    """Returns a function from the sizes of the symbols to the values of expressions; it caches the results."""
 
     @functools.lru_cache(maxsize=256)
-    def sizes(*given: int) -> tuple[float, ...]:
-        known = dict(zip(symbols, given, strict=True))
-        return tuple(_COMPUTED[kind](expression, known) for kind, expression in expressions)
+    def sizes(*values: int) -> tuple[float, ...]:
+        sizes_of_symbols = dict(zip(symbols, values, strict=True))
+        return tuple(_COMPUTED[kind](expression, sizes_of_symbols) for kind, expression in expressions)
 
     return sizes

@@ -19,7 +19,7 @@ from ...core import masks
 
 __all__ = ["apply_mask", "draw_mask", "draw_unpacked", "unpack_mask", "unpacked"]
 
-# Shifts that move the lowest bit of a byte to the top of its word: a row for each quarter of the tensor.
+# Shifts that move the lowest bit of each byte to the top of its int32: a row for each quarter of the tensor.
 _SHIFTS = torch.tensor([[31], [23], [15], [7]], dtype=torch.int32)
 
 
@@ -48,7 +48,10 @@ def unpack_mask(mask: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def unpacked(mask: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """Returns a packed mask with one byte per element, 0 or 1, in a given shape."""
+    """Returns a packed mask with one byte per element, 0 or 1, in a given shape.
+
+    Byte b of word w is element b * words + w, so the transposition puts the elements in order.
+    """
     count = int(np.prod(shape, dtype=np.int64))
     return mask.view(torch.uint8).view(-1, 4).t().reshape(-1)[:count].view(tuple(shape))
 

@@ -1,4 +1,4 @@
-"""Linear layers with oneDNN, and products of groups of rows, each with a matrix of its own."""
+"""Linear layers with oneDNN, and products of groups of rows, each group with its own matrix."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def linear(value: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None)
 
 
 def grouped_mm(first: torch.Tensor, second: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """Returns ``torch._grouped_mm``, whose fake form only takes bfloat16, where its kernel takes fp32 as well.
+    """Returns ``torch._grouped_mm``: its fake form only takes bfloat16, although its kernel takes fp32 as well.
 
     Args:
         first: (rows, k); or (m, rows), with a matrix as ``second``.
         second: (groups, k, n), a matrix for the rows of each group; or (rows, n), for one product of each group's rows.
-        ends: (groups), int32: the row behind the last one of each group.
+        ends: (groups), int32: the row after the last one of each group.
 
     Returns:
         (rows, n), or (groups, m, n).

@@ -1,6 +1,6 @@
 """Machine code of fused loops, which PyTorch's Inductor has compiled from a graph, as text for an ONNX file.
 
-Only a file of the cache of exports has such code, which checks who may write to it.
+Only the cache of exports stores such code, and it checks who may write to its files.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def encode(code: bytes, operators: str) -> str:
     return json.dumps([base64.b85encode(zlib.compress(code)).decode(), operators])
 
 
-@functools.lru_cache(maxsize=64)  # of the same code, there need not be two
+@functools.lru_cache(maxsize=64)  # equal code is loaded only once
 def load(text: str) -> Callable[[list[torch.Tensor]], list[torch.Tensor]]:
     """Returns machine code as a function of tensors, which must have the strides that they had at compilation.
 
@@ -41,7 +41,7 @@ def load(text: str) -> Callable[[list[torch.Tensor]], list[torch.Tensor]]:
     try:
         code, operators = json.loads(text)
         library = zlib.decompress(base64.b85decode(code))
-        # The file is mapped into memory, and no longer needed then.
+        # Loading maps the file into memory, after which it may be deleted.
         with temporary_folder() as folder:
             path = folder / "loops.so"
             path.write_bytes(library)

@@ -32,12 +32,12 @@ def cross_entropy_backward(
         ignore_index: A target whose row is ignored.
         total_weight: Number of rows that are not ignored.
     """
-    given = _nll_loss_backward(gradient, log_probabilities, target, None, reduction, ignore_index, total_weight)
+    d_logits = _nll_loss_backward(gradient, log_probabilities, target, None, reduction, ignore_index, total_weight)
     # In place is safe: the kernel computes the sum of a row before it writes to the row.
-    return _log_softmax_backward(given, log_probabilities, 1, log_probabilities.dtype, out=given)
+    return _log_softmax_backward(d_logits, log_probabilities, 1, log_probabilities.dtype, out=d_logits)
 
 
-# Logits of a block: fewer rows make products slow, more take memory.
+# Size of a block's logits, and its minimum of rows: fewer rows make products slow, more take memory.
 _BLOCK_BYTES, _FEWEST_ROWS = 32 << 20, 128
 
 
@@ -54,8 +54,8 @@ def linear_cross_entropy(
     """Returns the cross entropy of hidden @ weight.T + bias, and its gradients, without the whole matrix of logits.
 
     Rows with the ignored label are left out, and the others are computed by blocks, forward and backward together.
-    Logits are fp32 after the product, as autocast casts them. If something is not finite, it may be what is left out,
-    such as a NaN of an ignored row, which makes all gradients NaN in PyTorch: then all rows are computed with PyTorch's
+    Logits are fp32 after the product, as autocast casts them. If something is not finite, it may be in a row that
+    is left out: a NaN in an ignored row makes all gradients NaN in PyTorch. Then all rows are computed, with PyTorch's
     own kernels.
 
     Args:
@@ -69,7 +69,7 @@ def linear_cross_entropy(
         wanted: Whether the gradients of ``hidden``, ``weight`` and ``bias`` are needed.
 
     Returns:
-        The loss, and the three gradients; those that are not needed have no meaning.
+        The loss, and the three gradients; those that are not needed have undefined contents.
 
     Raises:
         IndexError: If a target is no class.
@@ -82,10 +82,10 @@ def linear_cross_entropy(
     gradient = gradient.float()
     factors = (gradient / len(kept) if reduction == 1 else gradient).expand(len(target))
     plain = bool(gradient.isfinite().all())
-    given = hidden, weight, bias, target, factors, ignore_index, wanted
-    results = _by_blocks(kept, *given, plain) if plain else ()
+    shared = hidden, weight, bias, target, factors, ignore_index, wanted
+    results = _by_blocks(kept, *shared, plain) if plain else ()
     if not plain or (len(kept) < len(target) and not _all_finite(hidden, weight, bias, results[1], kept)):
-        results = _by_blocks(torch.arange(len(target)), *given, False)
+        results = _by_blocks(torch.arange(len(target)), *shared, False)
     losses, *gradients = results
     loss = losses if reduction == 0 else losses.sum() / len(kept) if reduction == 1 else losses.sum()
     return [loss, *gradients]
@@ -100,7 +100,8 @@ def _all_finite(
 ) -> bool:
     """Returns whether hidden values and weights are finite, so that the rows that are left out have zeros as gradients.
 
-    Sums tell: one pass over the hidden values, and none over the weights if a row of a product with them tells.
+    A sum is not finite if one of its terms is not. A row of ``d_hidden`` is a product with the weights: its sum saves a
+    pass over them.
     """
     seen = [d_hidden[kept[0]]] if len(kept) and len(d_hidden) else [weight] if bias is None else [weight, bias]
     return all(bool(tensor.sum().isfinite()) for tensor in (hidden, *seen))
@@ -170,7 +171,8 @@ def ctc_losses(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the CTC losses of a batch, and the gradient of their sum.
 
-    What PyTorch keeps for the backward pass has a size that depends on the lengths; the gradient has not.
+    The gradient is computed at once because its size is fixed; what PyTorch would save for the backward pass has a size
+    that depends on the lengths.
 
     Args:
         log_probabilities: (time, batch, classes).
@@ -184,16 +186,16 @@ def ctc_losses(
         (batch), and a gradient like ``log_probabilities``.
 
     Raises:
-        IndexError: If a label is not a class. PyTorch's kernel would read and write memory that is not its own.
+        IndexError: If a label is not a class. PyTorch's kernel would read and write outside of its tensors.
     """
     is_used = torch.arange(targets.shape[-1]) < (lengths.unsqueeze(1) if targets.ndim > 1 else lengths.sum())
     labels, classes = targets[is_used], log_probabilities.shape[-1]
     if ((labels < 0) | (labels >= classes)).any():
         lowest, highest = torch.aminmax(labels)
         raise IndexError(f"ctc_loss: labels must be from 0 to {classes - 1}, but {int(lowest)} to {int(highest)} occur")
-    given = targets, frames, lengths
-    losses, alpha = torch.ops.aten._ctc_loss.Tensor(log_probabilities, *given, blank, zero_infinity)
+    sequences = targets, frames, lengths
+    losses, alpha = torch.ops.aten._ctc_loss.Tensor(log_probabilities, *sequences, blank, zero_infinity)
     gradient: torch.Tensor = torch.ops.aten._ctc_loss_backward.Tensor(
-        torch.ones_like(losses), log_probabilities, *given, losses, alpha, blank, zero_infinity
+        torch.ones_like(losses), log_probabilities, *sequences, losses, alpha, blank, zero_infinity
     )
     return losses, gradient.contiguous()

@@ -39,13 +39,13 @@ GETITEM = "getitem"
 LOOPS = "loops.run"
 """Target of a step that runs the program's compiled loops."""
 
-# What a file may name: operators of these libraries that take and return tensors and plain values, but for those that
-# open a file or don't check that their result lies within memory.
+# A file may name operators of these libraries that take and return tensors and plain values, except those that open a
+# file or don't check that their result lies within memory.
 _LIBRARIES = ("aten", "mkldnn", LIBRARY)
 _PLAIN = frozenset({"Tensor", "number", "int", "float", "bool", "str", "Device"})
 _EXCLUDED = frozenset({"from_file", "_reshape_alias"})
 
-# Of the text of a type.
+# What surrounds a plain type in the text of a schema's type: Optional[List[Tensor]].
 _WRAPPED = re.compile(r"Optional\[|List\[|\]")
 
 Order = Sequence[int] | None
@@ -104,7 +104,7 @@ class Program:
 
 
 def may_call(called: Any) -> bool:
-    """Returns whether a program may call something: only one of PyTorch's operators on tensors."""
+    """Returns whether a program may call something: it must be one of PyTorch's operators on tensors."""
     if not isinstance(called, torch._ops.OpOverload) or called.namespace not in _LIBRARIES:
         return False
     schema = called._schema
@@ -126,11 +126,11 @@ def find_operator(target: str) -> Callable[..., Any]:
         return operator.getitem
     library, name, overload = target.split(".")
     packet = getattr(getattr(torch.ops, library), name, None) if library in _LIBRARIES else None
-    # Attributes of Python objects have names, too, and lead to anything.
+    # Only packets of operators: the attributes of any other object could lead anywhere.
     named = getattr(packet, overload, None) if isinstance(packet, torch._ops.OpOverloadPacket) else None
     if not may_call(named):
         raise ValueError(f"{target} is not an operator on tensors of the libraries {_LIBRARIES}")
-    called: Any = OWN.get(target, named)  # without PyTorch's dispatcher, which takes longer than many
-    found = with_contiguous_tensors(f"{library}.{name}", called)
-    # It returns what its backward operator needs only while gradients are recorded; it has no argument for that.
-    return torch.enable_grad()(found) if target == "aten.mkldnn_rnn_layer.default" else found
+    called: Any = OWN.get(target, named)  # not through PyTorch's dispatcher, which takes longer than many of them
+    function = with_contiguous_tensors(f"{library}.{name}", called)
+    # Only in grad mode does this operator return what its backward operator needs; it has no argument for that.
+    return torch.enable_grad()(function) if target == "aten.mkldnn_rnn_layer.default" else function

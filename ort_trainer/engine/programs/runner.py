@@ -13,6 +13,7 @@ import torch
 from ...step import Step
 from ..memory import keep_freed_memory
 from ..runner import GraphRunner, Kind, Memory, Plan, with_probabilities
+from ..torch_memory import as_taken
 from .compiler import compiled, loaded
 
 __all__ = ["ProgramRunner", "Progress", "Stage", "deterministic_kernels"]
@@ -42,7 +43,7 @@ class ProgramRunner(GraphRunner):
 
     Args:
         step: The step.
-        state: The tensors for ``step.state``; none if :meth:`call` gets them.
+        state: The tensors for ``step.state``; empty if :meth:`call` receives them with the inputs.
         memory: The memory of all tensors.
         deterministic: Whether to request deterministic kernels from PyTorch.
 
@@ -66,11 +67,11 @@ class ProgramRunner(GraphRunner):
         return self.compiled(self.outputs)
 
     def compiled(self, outputs: Sequence[str], timed: bool = False) -> Callable[..., tuple[torch.Tensor, ...]]:
-        """Returns what computes some outputs from all inputs."""
+        """Returns a function that computes some outputs from all inputs."""
         return compiled(self.calls, self.inputs, outputs, self._constants, timed)
 
     def plan(self, shapes: Mapping[str, tuple[int, ...]], names: Sequence[str]) -> Plan:
-        """Returns a plan, whose runs compute no described outputs but those; see the base class."""
+        """Returns a plan whose runs compute only the named ones of the described outputs; see the base class."""
         left_out = {spec.name for spec in self.step.outputs}.difference(names)
         results = tuple(name for name in self.outputs if name not in left_out)
         if results not in self._functions:
@@ -80,16 +81,16 @@ class ProgramRunner(GraphRunner):
 
     @functools.cached_property
     def stages(self) -> list[Stage]:
-        """The programs, in order, for runs that hand on results while the graph still runs."""
-        found: list[Stage] = []
+        """The programs in order, for runs whose first results are used while the rest still runs."""
+        stages: list[Stage] = []
         later = set(self.outputs)
         for call in reversed(self.calls):
             wanted = [name for name in call.outputs if name in later]
             inputs = [name for name in dict.fromkeys(call.inputs) if name not in self._constants]
             run = compiled([call], inputs, wanted, self._constants)
-            found.append(Stage(run, inputs, wanted, [name for name in inputs if name not in later]))
+            stages.append(Stage(run, inputs, wanted, [name for name in inputs if name not in later]))
             later |= set(inputs)
-        return found[::-1]
+        return stages[::-1]
 
     def rebind(self, name: str, tensor: torch.Tensor) -> None:
         """Replaces the tensor of a parameter or buffer."""
@@ -106,25 +107,22 @@ class ProgramRunner(GraphRunner):
         generator: torch.Generator | None = None,
         options: Any = None,
     ) -> tuple[dict[str, torch.Tensor], Mapping[str, torch.Tensor]]:
-        """Runs the graph once; see the base class. Unlike there, ``destinations`` are needed in every run, or never."""
-        values = [*self._state.values()]
-        for spec in self.step.inputs:
-            value = batch[spec.name]
-            values.append(value.float() if value.dtype is torch.bfloat16 else value)
+        """Runs the graph once; see the base class. Destinations are not bound: a run writes only those it gets."""
+        values = [*self._state.values(), *(as_taken(batch[spec.name]) for spec in self.step.inputs)]
         if plan.random:
             values += self._draw(with_probabilities(plan.random, self._state), generator)
         if loss_scale is not None:
             values.append(loss_scale)
         with _as_captured(self._deterministic):
             assert plan.function is not None
-            found = dict(zip(plan.results, plan.function(values), strict=True))
+            outputs = dict(zip(plan.results, plan.function(values), strict=True))
         for name, destination in (destinations or {}).items():
-            destination.copy_(found[name])
+            destination.copy_(outputs[name])
         results = {
-            output.name: found[output.name].to(output.dtype) if output.bound is not output.dtype else found[output.name]
+            output.name: outputs[output.name] if output.bound is output.dtype else outputs[output.name].to(output.dtype)
             for output in plan.outputs
         }
-        return results, {**found, **destinations} if destinations else found
+        return results, {**outputs, **destinations} if destinations else outputs
 
     def call(
         self,
@@ -138,7 +136,7 @@ class ProgramRunner(GraphRunner):
 
 
 class Progress:
-    """A run of a graph of programs that goes only as far as its results are asked for.
+    """A run of a graph of programs that advances only as far as the requested results need.
 
     Args:
         runner: The runner of the graph.
@@ -147,24 +145,25 @@ class Progress:
 
     def __init__(self, runner: ProgramRunner, values: Sequence[torch.Tensor]) -> None:
         self._runner, self._next = runner, 0
-        self._known = dict(zip(runner.inputs, values, strict=True))
+        self._values = dict(zip(runner.inputs, values, strict=True))
 
     def take(self, names: Sequence[str]) -> list[torch.Tensor]:
         """Returns outputs of the graph, after running the stages that are needed for them; each can be taken once.
 
-        It keeps none that no later stage takes, so that PyTorch can keep their memory as gradients.
+        It keeps no reference to outputs that no later stage takes, so that autograd can adopt them as gradients instead
+        of copying them.
         """
         stages = self._runner.stages
-        while not self._known.keys() >= set(names):
+        while not self._values.keys() >= set(names):
             stage = stages[self._next]
             self._next += 1
-            values = [self._known[name] for name in stage.inputs]
+            values = [self._values[name] for name in stage.inputs]
             for name in stage.last:
-                del self._known[name]
-            found = self._runner.call(values, run=stage.run)
-            self._known.update(zip(stage.outputs, found, strict=True))
+                del self._values[name]
+            outputs = self._runner.call(values, run=stage.run)
+            self._values.update(zip(stage.outputs, outputs, strict=True))
         later = {name for stage in stages[self._next :] for name in stage.inputs}
-        return [self._known[name] if name in later else self._known.pop(name) for name in names]
+        return [self._values[name] if name in later else self._values.pop(name) for name in names]
 
 
 @contextmanager

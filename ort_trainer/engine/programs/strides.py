@@ -1,4 +1,4 @@
-"""Operators that read memory without a tensor's strides.
+"""Operators that ignore the strides of their tensors.
 
 PyTorch's functions call them with contiguous tensors. A captured graph lacks that call where a tensor is contiguous at
 the captured sizes; at others it may be a view: ``reshape`` copies a transposed batch, but not one with a single sample.
@@ -19,7 +19,7 @@ _Function = Callable[..., Any]
 
 
 def with_contiguous_tensors(target: str, function: _Function) -> _Function:
-    """Returns what calls an operator with tensors in the memory that it needs; mostly the function itself.
+    """Returns a function that calls an operator with the strides that it needs: mostly the operator itself.
 
     Args:
         target: The name of the operator, without its overload.
@@ -43,7 +43,7 @@ def _contiguous(args: tuple[Any, ...]) -> tuple[Any, ...]:
 def _order(value: torch.Tensor) -> torch.memory_format:
     """Returns the order in which a kernel reads memory: images on the CPU may be channels last.
 
-    Kernels guess it from all strides, even from that of a single sample, where it means nothing.
+    Kernels guess it from all strides, even from the meaningless stride of an axis of size 1.
     """
     if value.dim() not in (4, 5) or value.device.type != "cpu":
         return torch.contiguous_format
@@ -68,7 +68,7 @@ def _norm_backward(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _attention(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Makes heads contiguous: the kernel uses the other strides."""
+    """Makes the last axis, within a head, contiguous: the kernel respects only the other strides."""
     return tuple(
         value.contiguous() if isinstance(value, torch.Tensor) and value.stride()[-1:] != (1,) else value
         for value in args

@@ -43,5 +43,5 @@ def test_a_wrapped_module_takes_and_leaves_what_pytorch_does(how: str, kind: str
     ours, reference = programs(how, kind, seed)
     wrapped = ORTModule(ours.model, {"debug": {"verify_every": _verify_every(seed)}})
     losses = trained(ours, in_a_loop(wrapped))
-    graphs = sum(map(len, wrapped._graphs._found.values()))
+    graphs = sum(map(len, wrapped._graphs._by_kind.values()))
     _check(ours, reference, losses, graphs, graphs_of(how, kind))

@@ -129,7 +129,7 @@ def test_modules_and_their_gradients() -> None:
             sum(losses).backward()
         for mine, expected in zip(model.parameters(), reference.parameters(), strict=True):
             assert torch.allclose(mine.grad, expected.grad, rtol=1e-5, atol=1e-5)
-    assert sum(map(len, ours._graphs._found.values())) == 2
+    assert sum(map(len, ours._graphs._by_kind.values())) == 2
 
 
 def test_a_wrong_rate_is_the_error_of_pytorch() -> None:

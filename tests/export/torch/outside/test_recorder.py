@@ -364,7 +364,7 @@ def test_numbers_that_change_become_inputs() -> None:
             module(batch, 0.5 * step, warm=step).square().sum().backward()
         assert torch.allclose(model.fc.weight.grad, reference.fc.weight.grad, rtol=1e-5)
     # The first call, the first with other numbers, and the first from the third step on, where another branch begins.
-    assert sum(map(len, ours._graphs._found.values())) == 3
+    assert sum(map(len, ours._graphs._by_kind.values())) == 3
 
 
 def test_a_number_in_a_loss_becomes_an_input() -> None:
