@@ -49,9 +49,9 @@ _NO_COPY = (
 class ORTTrainer:
     """Trains a PyTorch model or an ONNX model, one graph a step.
 
-    The first :meth:`train_step` (or :meth:`prepare`) exports PyTorch's own forward and backward pass as one ONNX
-    graph. The trainer trains the model's own parameters and buffers: the model is current after every step, and changes
-    to it between steps (weights, modes, settings, ``requires_grad``) take effect (docs/models.md).
+    The first :meth:`train_step` (or :meth:`prepare`) exports PyTorch's own forward and backward pass as one graph.
+    The trainer trains the model's own parameters and buffers: the model is current after every step, and changes to it
+    between steps (weights, modes, settings, ``requires_grad``) take effect (docs/models.md).
 
     Args:
         model: The model. With ``loss_fn`` it returns the prediction; without it, the loss is one of its outputs. Either

@@ -48,7 +48,7 @@ from .arguments import (
     without_reading_memory,
 )
 from .fallback import NoGraphError, OptionError, SettlingError, refuse_freed, refuse_uninitialized, running, settled
-from .passes import Call, Passes
+from .passes import Passes, SizedPasses
 
 __all__ = ["CallGraphs", "ExportedGraphs"]
 
@@ -143,7 +143,7 @@ class CallGraphs:
         self._forward = vars(self._module).get("forward")
         self._watch: ModelWatch | None = None  # created in the next call: a lazy module has no parameters yet
         self._by_kind: dict[Any, list[ExportedGraphs]] = {}
-        self._calls: dict[Any, tuple[ExportedGraphs, Call]] = {}
+        self._calls: dict[Any, tuple[ExportedGraphs, SizedPasses]] = {}
         # Numbers among the arguments that have changed from call to call, which makes them inputs of graphs.
         self._changing: set[str] = set()
         # Their values in the current call.
@@ -162,7 +162,9 @@ class CallGraphs:
         self._outside: dict[str, torch.Tensor] = {}
         return self._watch
 
-    def find(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[ExportedGraphs, Call, list[torch.Tensor]]:
+    def find(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[ExportedGraphs, SizedPasses, list[torch.Tensor]]:
         """Returns graphs, a call of them, and the values that it takes.
 
         Args:
@@ -247,7 +249,7 @@ class CallGraphs:
         """Returns the name of a positional argument."""
         return self._names[place] if place < len(self._names) else f"args.{place}"
 
-    def _add(self, leaves: Mapping[str, torch.Tensor], key: tuple[Any, ...]) -> tuple[ExportedGraphs, Call]:
+    def _add(self, leaves: Mapping[str, torch.Tensor], key: tuple[Any, ...]) -> tuple[ExportedGraphs, SizedPasses]:
         """Finds or exports the graphs for inputs of other shapes."""
         shapes = {name: tuple(value.shape) for name, value in leaves.items()}
         # The key without sizes: only the number of dimensions of each shape.
@@ -285,7 +287,7 @@ class CallGraphs:
                     self._reads.add(Notes(reads=tuple(self._trial.reads)))
                 raise NoGraphError(kind) from error
             self._by_kind.setdefault(kind, []).append(graphs)
-        return graphs, Call(graphs.passes, shapes)
+        return graphs, SizedPasses(graphs.passes, shapes)
 
     def _export(
         self, leaves: Mapping[str, torch.Tensor], description: CallDescription, key: tuple[Any, ...]

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 
 from ..core.errors import ValueBranchError
-from ..engine.programs.runner import ProgramRunner, Progress
+from ..engine.programs.runner import PartialRun, ProgramRunner
 from ..engine.runner import GraphRunner, Kind, check_branches, evaluated, with_probabilities
 from ..engine.torch_memory import TorchMemory, shaped
 from ..export.torch.capture.eager import random_state, set_random_state
 from ..step import SIZES, Step
 
-__all__ = ["Call", "Passes"]
+__all__ = ["Passes", "SizedPasses"]
 
 _DDP: Any = torch.nn.parallel.DistributedDataParallel
 Tensors = Sequence[torch.Tensor]
@@ -141,7 +141,9 @@ class _Backward:
             groups.setdefault(stage_of.get(name or "", 0), []).append(place)
         return [groups[number] for number in sorted(groups)]
 
-    def values(self, saved: Tensors, gradients: Mapping[int, torch.Tensor], call: Call, outputs: Kinds) -> list[Any]:
+    def values(
+        self, saved: Tensors, gradients: Mapping[int, torch.Tensor], call: SizedPasses, outputs: Kinds
+    ) -> list[Any]:
         """Returns the inputs of the pass.
 
         Args:
@@ -179,7 +181,7 @@ class _Backward:
     ) -> Callable[[Sequence[int]], list[torch.Tensor | None]]:
         """Returns a function of places, which runs only as far as the gradients of these trained values need."""
         assert isinstance(self._runner, ProgramRunner)
-        progress = Progress(self._runner, values)
+        progress = PartialRun(self._runner, values)
 
         def take(places: Sequence[int]) -> list[torch.Tensor | None]:
             names = {place: name for place in places if (name := self._names[place]) is not None}
@@ -189,7 +191,7 @@ class _Backward:
         return take
 
 
-class Call:
+class SizedPasses:
     """Runs the passes for calls with inputs of some shapes.
 
     Args:
@@ -291,7 +293,7 @@ class _Function(torch.autograd.Function):
     """A call whose backward pass runs at once."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, values: Tensors, *trained: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, call: SizedPasses, values: Tensors, *trained: torch.Tensor) -> tuple[torch.Tensor, ...]:
         call.trained = call.trained or _kinds(trained)
         return _forward(ctx, call, values)
 
@@ -306,7 +308,7 @@ class _Checked(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, call: Call, values: Tensors, check: CheckGradients, *trained: torch.Tensor
+        ctx: Any, call: SizedPasses, values: Tensors, check: CheckGradients, *trained: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         ctx.check = check
         return _Function.forward(ctx, call, values, *trained)
@@ -337,7 +339,7 @@ class _First(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, call: Call, values: Tensors, stages: _Stages, group: list[int], *rest: torch.Tensor
+        ctx: Any, call: SizedPasses, values: Tensors, stages: _Stages, group: list[int], *rest: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         ctx.stages, ctx.group = stages, group
         return _forward(ctx, call, values)
@@ -362,7 +364,7 @@ class _Later(torch.autograd.Function):
         return (None, None, torch.empty(0), *ctx.stages.take(ctx.group))
 
 
-def _forward(ctx: Any, call: Call, values: Tensors) -> tuple[torch.Tensor, ...]:
+def _forward(ctx: Any, call: SizedPasses, values: Tensors) -> tuple[torch.Tensor, ...]:
     """Runs the forward pass of a function of autograd, and saves what its backward pass needs."""
     outputs, saved = call.forward(values)
     ctx.save_for_backward(*saved)

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..engine.ort import profiling
-from ..engine.programs.compiler import Call
+from ..engine.programs.compiler import LoadedCall
 from ..engine.programs.program import GETITEM
 from ..engine.programs.runner import ProgramRunner
 from ..engine.runner import GraphRunner, Plan, SessionRunner
@@ -193,7 +193,7 @@ class _TimedPrograms(_TimedRunner, ProgramRunner):
             run.is_complete = True
 
 
-def _operations(call: Call, marks: Iterator[int]) -> Iterator[Operation]:
+def _operations(call: LoadedCall, marks: Iterator[int]) -> Iterator[Operation]:
     """Yields the operations of a call of a program, from the times at its start and after each step."""
     names: list[str] = []
     start = next(marks)

@@ -404,8 +404,8 @@ class TrainingLoop:
                     raise
             if transaction is not None:
                 transaction.undo()
-            own = {*plan.runner.step.assumptions, *plan.runner.step.left}
-            names = [output.name for output in plan.outputs if output.name not in own]
+            unfetched = {*plan.runner.step.assumptions, *plan.runner.step.left}
+            names = [output.name for output in plan.outputs if output.name not in unfetched]
             count = len(executor.graphs(training))
             plan = self.graphs.plan(executor, batch, training, names, backward, refused)
             is_new = len(executor.graphs(training)) > count

@@ -41,9 +41,9 @@ def _with_weights(loop: TrainingLoop, names: Sequence[str], for_inference: bool 
     from ..step.onnx_file import with_weights
 
     executor = loop.started()
-    own = loop.source.own_model({**executor.parameters, **executor.buffers}, names if for_inference else None)
-    if own is not None:
-        return own
+    users_model = loop.source.own_model({**executor.parameters, **executor.buffers}, names if for_inference else None)
+    if users_model is not None:
+        return users_model
     step = loop.start(loop.graphs.blank_batch(), False, loop.graphs.output_names).runner.step
     step = (step if list(names) == [spec.name for spec in step.outputs] else step.pruned(names)).unchecked()
     others = {**executor.buffers, **executor.outside}

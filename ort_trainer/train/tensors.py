@@ -33,8 +33,8 @@ def get_gradient(loop: TrainingLoop, name: str) -> torch.Tensor | None:
     """Returns a copy of a gradient accumulated in the window so far; see ``ORTTrainer.get_gradient``."""
     canonical, executor = _canonical(loop, name), loop.started()
     if loop.window.micro_batches:
-        found = executor.present_gradients().get(canonical)
-        return None if found is None else found.cpu() / loop.window.divisor
+        gradient = executor.present_gradients().get(canonical)
+        return None if gradient is None else gradient.cpu() / loop.window.divisor
     used = executor.used_gradients().get(canonical)
     return None if used is None else used.cpu().clone()
 
@@ -60,7 +60,7 @@ def _canonical(loop: TrainingLoop, name: str) -> str:
         raise TypeError(f"the name of a parameter must be a str, but {shown(name)} ({type(name).__name__}) was given")
     canonical, parameters = loop.source.canonical, loop.source.parameters
     if canonical.get(name) not in parameters:
-        names = sorted(own for own, first in canonical.items() if first in parameters)
+        names = sorted(alias for alias, first in canonical.items() if first in parameters)
         raise ValueError(f"{name!r} is not a parameter of the model, which has {names}")
     return canonical[name]
 

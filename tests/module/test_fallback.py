@@ -307,7 +307,7 @@ def test_arguments_of_other_kinds(kind: str) -> None:
 def test_an_error_at_run_time_that_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """A graph may find only while it runs that it does not fit."""
     from ort_trainer.module import ort_module
-    from ort_trainer.module.passes import Call
+    from ort_trainer.module.passes import SizedPasses
 
     eager, ours = pair(nn.Linear(6, 2))
     ours(X)
@@ -315,7 +315,7 @@ def test_an_error_at_run_time_that_is_caught(monkeypatch: pytest.MonkeyPatch) ->
     def fails(*_: Any) -> Any:
         raise ArithmeticError("another branch")
 
-    monkeypatch.setattr(Call, "__call__", fails)
+    monkeypatch.setattr(SizedPasses, "__call__", fails)
     with pytest.raises(ArithmeticError):
         ours(X)
     monkeypatch.setattr(ort_module, "AT_RUN_TIME", (ArithmeticError,))

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ort_trainer import ExportError, ORTModule
-from ort_trainer.engine.programs.runner import Progress
+from ort_trainer.engine.programs.runner import PartialRun
 from ort_trainer.export.torch.lower.programs import partition
 
 from .pairs import Heads, assert_same_gradients, close, pair
@@ -403,14 +403,14 @@ def test_gradients_are_there_while_the_backward_pass_runs(monkeypatch: pytest.Mo
     assert_same_gradients(eager, ours, lambda module: module(X, label=Y)["loss"].backward())
     assert_same_gradients(eager, ours, lambda module: module(X, label=Y)["heads"][1].sum().backward())
     seen: list[tuple[str, int]] = []
-    run = Progress.take
+    run = PartialRun.take
 
-    def counted(progress: Progress, names: Any) -> Any:
+    def counted(progress: PartialRun, names: Any) -> Any:
         found = run(progress, names)
         seen.append(("ran", progress._next))
         return found
 
-    monkeypatch.setattr(Progress, "take", counted)
+    monkeypatch.setattr(PartialRun, "take", counted)
     ours.first.weight.register_hook(lambda gradient: seen.append(("first", 0)))
     ours.trunk.weight.register_hook(lambda gradient: seen.append(("trunk", 0)))
     loss = ours(X, label=Y)["loss"]

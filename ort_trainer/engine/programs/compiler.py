@@ -18,13 +18,13 @@ from ...core.dims import evaluate, evaluate_number
 from ...step.program_graph import Constant, ProgramGraph
 from .program import Order, Program
 
-__all__ = ["Call", "compiled", "loaded"]
+__all__ = ["LoadedCall", "compiled", "loaded"]
 
 _ATTRIBUTES = (torch.dtype, torch.layout, torch.memory_format)
 _COMPUTED: dict[str, Callable[[str, Mapping[str, int]], float]] = {"dim": evaluate, "number": evaluate_number}
 
 
-class Call(NamedTuple):
+class LoadedCall(NamedTuple):
     """A node of a graph: a program with the names of the graph's values that it takes and returns."""
 
     name: str
@@ -33,14 +33,14 @@ class Call(NamedTuple):
     outputs: Sequence[str]
 
 
-def loaded(graph: ProgramGraph) -> tuple[list[Call], dict[str, torch.Tensor]]:
+def loaded(graph: ProgramGraph) -> tuple[list[LoadedCall], dict[str, torch.Tensor]]:
     """Returns the nodes of a graph, in order, and its constants by name.
 
     Raises:
         ValueError: If a program calls anything else than operators on tensors, or a constant is damaged.
     """
     programs = {key: Program.from_text(text) for key, text in graph.programs.items()}
-    calls = [Call(call.name, programs[call.program], call.inputs, call.outputs) for call in graph.calls]
+    calls = [LoadedCall(call.name, programs[call.program], call.inputs, call.outputs) for call in graph.calls]
     return calls, {name: _tensor(name, constant) for name, constant in graph.constants.items()}
 
 
@@ -65,7 +65,7 @@ class _Line(NamedTuple):
 
 
 def compiled(
-    calls: Sequence[Call],
+    calls: Sequence[LoadedCall],
     inputs: Sequence[str],
     outputs: Sequence[str],
     constants: Mapping[str, torch.Tensor] = {},
@@ -105,7 +105,7 @@ class _Compiler:
         self._count = 0
 
     def function(
-        self, calls: Sequence[Call], inputs: Sequence[str], outputs: Sequence[str]
+        self, calls: Sequence[LoadedCall], inputs: Sequence[str], outputs: Sequence[str]
     ) -> Callable[..., tuple[torch.Tensor, ...]]:
         """Returns the function; see :func:`compiled`."""
         arguments = [self._variable() for _ in inputs]
@@ -121,7 +121,7 @@ class _Compiler:
         run: Callable[..., tuple[torch.Tensor, ...]] = self._globals["run"]
         return run
 
-    def _call(self, call: Call) -> None:
+    def _call(self, call: LoadedCall) -> None:
         """Adds the lines of one node."""
         program = call.program
         taken = [self._values[name] for name in call.inputs]

@@ -16,7 +16,7 @@ from ..runner import GraphRunner, Kind, Memory, Plan, with_probabilities
 from ..torch_memory import as_taken
 from .compiler import compiled, loaded
 
-__all__ = ["ProgramRunner", "Progress", "Stage", "deterministic_kernels"]
+__all__ = ["PartialRun", "ProgramRunner", "Stage", "deterministic_kernels"]
 
 
 class Stage(NamedTuple):
@@ -135,7 +135,7 @@ class ProgramRunner(GraphRunner):
             return self.run_programs(values) if run is None else run(values)
 
 
-class Progress:
+class PartialRun:
     """A run of a graph of programs that advances only as far as the requested results need.
 
     Args:

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ort_trainer.core.errors import ExportError
 from ort_trainer.engine.programs import Program
-from ort_trainer.engine.programs.compiler import Call, compiled
+from ort_trainer.engine.programs.compiler import LoadedCall, compiled
 from ort_trainer.export.torch.lower.programs.partition import partition
 
 
@@ -40,7 +40,7 @@ def function(text: str, timed: bool = False) -> Callable[..., tuple[torch.Tensor
     inputs, outputs = (
         [f"{kind}{index}" for index in range(len(of))] for kind, of in (("x", found.inputs), ("y", found.results))
     )
-    return compiled([Call("node", found, inputs, outputs)], inputs, outputs, timed=timed)
+    return compiled([LoadedCall("node", found, inputs, outputs)], inputs, outputs, timed=timed)
 
 
 @pytest.mark.parametrize("rows", [3, 5])
