@@ -186,7 +186,16 @@ class Step:
 
     @functools.cached_property
     def model(self) -> ir.Model:
-        """The ONNX model, parsed on first use: the imports for that take half a second."""
+        """The ONNX model, parsed on first use: the imports for that take half a second.
+
+        Raises:
+            ValueError: If there is none, because PyTorch's kernels run the graph.
+        """
+        if self.programs is not None:
+            raise ValueError(
+                f"the {self.kind} graph has programs of PyTorch's kernels in place of ONNX operators: set "
+                "utils.kernels to 'onnxruntime' for a graph of these"
+            )
         if not isinstance(self.stored, bytes):
             return self.stored
         import onnx

@@ -232,7 +232,7 @@ def test_a_trainer_on_pytorch_kernels(tmp_path: Path) -> None:
     session = trainer.loop.executor
     assert session is not None
     (graph,) = session.graphs(True)
-    with pytest.raises(ValueError, match="not standard ONNX, so some ONNX Runtimes"):
+    with pytest.raises(ValueError, match="programs of PyTorch's kernels in place of ONNX operators"):
         step_models(graph, graph, {}, ())
     assert_trains_alike(trainer, Upstream(tmp_path, lr=0.01), batches)
 

@@ -170,9 +170,12 @@ class TrainerSession:
 
     @property
     def _described_model(self) -> ir.Model:
-        """The model whose metadata the session returns."""
+        """The model whose metadata the session returns; an empty one for a graph of PyTorch's kernels."""
         session = self._session
         step = (session.graphs(True) or session.graphs(False))[0]
+        if step.programs is not None:
+            empty = ir.Graph((), (), nodes=(), name="step", opset_imports={"": 18})
+            return ir.Model(empty, ir_version=9, producer_name="ort_trainer")
         model: ir.Model = step.model
         return model
 
