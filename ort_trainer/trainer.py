@@ -194,7 +194,8 @@ class ORTTrainer:
             TypeError, ValueError: If the batch does not fit the description. The step then counts and changes nothing.
             ExportError: In the first step, if the model can't be exported.
         """
-        return bare(self._loop.train(args, kwargs))
+        outputs = self._loop.train(args, kwargs)
+        return outputs[0] if len(outputs) == 1 else outputs
 
     def eval_step(self, *args: Any, **kwargs: Any) -> torch.Tensor | Any:
         """Runs the model and the loss in evaluation mode: without dropout, batch norm with its running statistics.

@@ -136,6 +136,7 @@ class Executor:
         self._gradients.stays |= step.training and runner.keeps_destinations
         for name in step.gradients:
             self._gradients.memory(name)
+        self._gradients.arrange()
         for name in step.buffer_updates:
             if name not in self._updated:
                 self._updated[name] = torch.empty_like(self.tensor(name))
@@ -441,7 +442,7 @@ class _Gradients:
             return False
         self._used = False
         if not self.stays:
-            # Empty tensors free the memory, while the names stay.
+            # Empty tensors free the memory, while the names stay in their order.
             self.tensors |= dict.fromkeys(
                 self.tensors.keys() - self._memory.keys(), torch.empty(0, device=self._device)
             )
@@ -474,6 +475,8 @@ class _Gradients:
 
     def present(self) -> dict[str, torch.Tensor]:
         """Returns the gradients since the last reset; empty right after one."""
+        if not self._reset and len(self._present) == len(self.tensors):
+            return dict(self.tensors)
         return {} if self._reset else self._present_tensors()
 
     def hold(self, gradients: Mapping[str, torch.Tensor]) -> None:
@@ -489,16 +492,20 @@ class _Gradients:
         """Sets the present gradients; empty for none."""
         for name, value in gradients.items():
             self.memory(name).copy_(value)
+        self.arrange()
         self._present = set(gradients)
         self._reset, self._used = not gradients, False
 
-    def _present_tensors(self) -> dict[str, torch.Tensor]:
-        """Returns the present gradients in the order of the parameters.
+    def arrange(self) -> None:
+        """Puts the tensors in the order of the parameters.
 
         Their norm is a sum whose rounding depends on the order, so it must be the same in all processes, and after a
         checkpoint was loaded, which may create gradients before there is a graph.
         """
-        return {name: self.tensors[name] for name in self._parameters if name in self._present}
+        self.tensors = {name: self.tensors[name] for name in self._parameters if name in self.tensors}
+
+    def _present_tensors(self) -> dict[str, torch.Tensor]:
+        return {name: tensor for name, tensor in self.tensors.items() if name in self._present}
 
 
 def _global_generator(device: torch.device) -> torch.Generator:

@@ -13,7 +13,6 @@ import torch
 from ...step import Step
 from ..memory import keep_freed_memory
 from ..runner import GraphRunner, Kind, Memory, Plan, with_probabilities
-from ..torch_memory import as_taken
 from .compiler import compiled, loaded
 
 __all__ = ["PartialRun", "ProgramRunner", "Stage", "deterministic_kernels"]
@@ -108,7 +107,10 @@ class ProgramRunner(GraphRunner):
         options: Any = None,
     ) -> tuple[dict[str, torch.Tensor], Mapping[str, torch.Tensor]]:
         """Runs the graph once; see the base class. Destinations are not bound: a run writes only those it gets."""
-        values = [*self._state.values(), *(as_taken(batch[spec.name]) for spec in self.step.inputs)]
+        values = [*self._state.values()]
+        for spec in self.step.inputs:
+            value = batch[spec.name]  # as_taken() would be a call for each, in each step
+            values.append(value.float() if value.dtype is torch.bfloat16 else value)
         if plan.random:
             values += self._draw(with_probabilities(plan.random, self._state), generator)
         if loss_scale is not None:

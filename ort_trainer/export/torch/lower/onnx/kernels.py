@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ...capture.step_module import ExportedStep
@@ -11,6 +11,8 @@ from ...graph.kernels import Kernels, Lowered
 from ...operators.registry import Operator
 
 if TYPE_CHECKING:
+    import onnx_ir as ir
+
     from ...graph.named_graph import NamedGraph
 
 __all__ = ["OnnxRuntimeKernels"]
@@ -41,13 +43,22 @@ class OnnxRuntimeKernels(Kernels):
         model, operators = to_onnx(
             graph.module, graph.inputs, graph.results, graph.constants, step.opset, step.simplified, stage
         )
-        # Batch inputs and outputs get the names of dimensions in the description. ONNX Runtime infers the shapes in
-        # between; names that it does not know would only cause warnings.
-        for node in model.graph.all_nodes():
-            for value in node.outputs:
-                if value.shape is not None and not value.shape.is_static():
-                    value.shape = None
-        for value in (*model.graph.inputs, *model.graph.outputs):
-            if value.name is not None and value.name in graph.shapes:
-                value.shape = ir.Shape(graph.shapes[value.name])
+        if graph.shapes:
+            _describe_shapes(model, graph.shapes)
         return {"stored": bytes(ir.to_proto(model).SerializeToString())}, operators
+
+
+def _describe_shapes(model: ir.Model, shapes: Mapping[str, Sequence[int | str]]) -> None:
+    """Gives batch inputs and outputs the dimension names of the description, and removes the exporter's names.
+
+    ONNX Runtime infers intermediate shapes itself; names that it does not know would only cause warnings.
+    """
+    import onnx_ir as ir
+
+    for node in model.graph.all_nodes():
+        for value in node.outputs:
+            if value.shape is not None and not value.shape.is_static():
+                value.shape = None
+    for value in (*model.graph.inputs, *model.graph.outputs):
+        if value.name is not None and value.name in shapes:
+            value.shape = ir.Shape(shapes[value.name])
