@@ -128,7 +128,7 @@ NAMES, LABELS, KEYWORDS, IN_FORWARD = {names}, {labels}, {keywords}, {in_forward
 AUTOCAST, SCALER, EVALUATED, BETWEEN, FETCHES, SEED = {autocast}, {scaler}, {evaluated}, {between!r}, {fetches}, {own}
 # New sizes of windows, steps that end with an update, factors of the losses, and the trainer's weights.
 WINDOWS, UPDATES, FACTORS, WEIGHTS = {windows}
-CLIP, CLIP_VALUE, FLUSHED = {clip}, {clip_value}, {flushed}
+CLIP, CLIP_VALUE, FLUSHED, DESCRIBED = {clip}, {clip_value}, {flushed}, {described}
 OPTIONS, ONNX = {options}, {onnx}
 def own_scaler():
     return {own_scaler}
@@ -207,6 +207,8 @@ def source(recipe: Recipe) -> str:
         clip=clip,
         clip_value=options.get("clip_value"),
         flushed="flushed" in options,
+        # A written description has no constants.
+        described="described" in options and "constant" not in options,
         options=_options(options, recipe.dtype, clip),
         onnx=dict([options["onnx"]] if "onnx" in options else []),
     )

@@ -38,6 +38,7 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "schedule": tuple(SCHEDULES)[1:],
     "scaler": ("constant", "growing", "overflow"),
     "share_weights": (False,),
+    "described": (True,),
     "verify_every": (1, 2),
     "in_forward": tuple(RETURNED),
     "outputs": tuple(OUTPUTS)[1:],
@@ -169,6 +170,9 @@ def draw(seed: int) -> Recipe:
         if fitting and random_.random() < 0.6:
             what = random_.choice(fitting)
         changes.append((random_.randint(1, count - 1), what))
+    # What a checkpoint has of places outside tensors is put there by the first step, over what has come there since.
+    if (count // 2, ("evaluate",)) in changes and any(how == "left" for how, *_ in settings):
+        ways = tuple(way for way in ways if way != "resumed")
     return Recipe(
         seed,
         data,

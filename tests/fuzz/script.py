@@ -18,13 +18,13 @@ _SCRIPT = '''"""{title}
 Repeat the case as it was drawn: make fuzz CASE={seed}
 """
 
-import itertools, sys, tempfile, types, warnings
+import copy, itertools, sys, tempfile, types, warnings
 from pathlib import Path
 from unittest import mock
 
 import torch
 
-from ort_trainer import ORTModule, ORTTrainer, ORTTrainerOptions
+from ort_trainer import ORTModule, ORTTrainer, ORTTrainerOptions, optim
 
 PROGRAM = r"""
 {text}

@@ -5,6 +5,7 @@ A stand-alone script contains the text of these functions.
 
 from __future__ import annotations
 
+import copy
 import itertools
 import tempfile
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from unittest import mock
 
 import torch
 
-from ort_trainer import ORTModule, ORTTrainer, ORTTrainerOptions
+from ort_trainer import ORTModule, ORTTrainer, ORTTrainerOptions, optim
 
 __all__ = [
     *("TRAIN", "cached", "called", "in_a_loop", "in_pytorch", "loss_of", "make_trainer", "module_options", "nested"),
@@ -136,7 +137,19 @@ def make_trainer(program: Any, kernels: str) -> ORTTrainer:
     if program.SEED is not None:
         torch.manual_seed(program.SEED)
     loss_fn, config = None if program.IN_FORWARD else program.loss_fn, program.config()
-    return ORTTrainer(program.model, "auto", config, loss_fn=loss_fn, options=options_of(program, kernels))
+    description = described(program) if program.DESCRIBED else "auto"
+    return ORTTrainer(program.model, description, config, loss_fn=loss_fn, options=options_of(program, kernels))
+
+
+def described(program: Any) -> dict[str, Any]:
+    """Returns a description of the model as users write it: the one that another trainer derives."""
+    args, kwargs = called(program, 0, program.batch(0))
+    loss_fn = None if program.IN_FORWARD else program.loss_fn
+    with torch.random.fork_rng([]):
+        trainer = ORTTrainer(copy.deepcopy(program.model), "auto", optim.SGDConfig(lr=0.1), loss_fn=loss_fn)
+        trainer.loss_parameters.update(program.parameters(0))
+        trainer.loop.graphs.bind(args, kwargs)
+    return trainer.model_desc.to_dict()
 
 
 def train_steps(program: Any, trainer: ORTTrainer, steps: Any, take: Any = None) -> list[float]:
