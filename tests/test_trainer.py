@@ -526,7 +526,10 @@ def test_without_internal_postprocess_the_graph_is_larger_and_computes_the_same(
     sizes, results = [], []
     model = Block()
     for enabled in (True, False):
-        options = {"_internal_use": {"enable_internal_postprocess": enabled}, "utils": {"grad_norm_clip": False}}
+        options = {
+            "_internal_use": {"enable_internal_postprocess": enabled},
+            "utils": {"grad_norm_clip": False, "kernels": "onnxruntime"},
+        }
         trainer = mlp_trainer(options, optim.SGDConfig(lr=0.1), copy.deepcopy(model))
         step = trainer.train_step if training else trainer.eval_step
         results.append([step(X, Y)[1] for _ in range(3)])
