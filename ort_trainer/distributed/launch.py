@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 
 from ..core.errors import DistributedError, was_given
-from ..engine.ort import check_engine, resolve_device
+from ..engine.devices import resolve_device
+from ..engine.ort import check_engine
 from ..export import BORROWED, model_source
 from ..export.torch import LossFunction
 from ..optim import OptimizerConfig, rules
@@ -120,7 +121,9 @@ def launch(
         )
     options = ORTTrainerOptions.of(options)
     place = find_place(options)
-    device = resolve_device(options.device.id, options.is_given("device.id"), place.local_rank)
+    name = options.device.id if options.is_given("device.id") else None
+    device = resolve_device(name, model.parameters() if isinstance(model, torch.nn.Module) else (), place.local_rank)
+    options = options.showing({"device": {"id": str(device)}})
     strategy = _choose_strategy(options, device, place)
     options = place.shown_in(options)
     try:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..step import Step, TensorSpec
+from .devices import default_generator
 from .ort import make_session, providers_for, session_options
 from .programs.runner import ProgramRunner
 from .runner import Check, GraphRunner, Plan, SessionRunner, check_branches
@@ -42,6 +43,7 @@ class Executor:
         mem_limit: Bytes that ONNX Runtime may allocate on a CUDA device; 0 for no limit.
         seed: Seed of the random numbers of training (dropout); None to use PyTorch's global generator.
         gradient_memory: Required memory of gradients, by parameter name; None for no requirement.
+        cuda_graphs: The option ``utils.cuda_graphs``.
 
     Attributes:
         parameters, buffers: As given.
@@ -68,7 +70,9 @@ class Executor:
         mem_limit: int = 0,
         seed: int | None = 0,
         gradient_memory: Mapping[str, torch.Tensor] | None = None,
+        cuda_graphs: str = "off",
     ) -> None:
+        self._cuda_graphs = cuda_graphs
         self._device = torch.device(device)
         self._given_options, self._deterministic = given_options, deterministic
         if given_options is not None:
@@ -82,7 +86,7 @@ class Executor:
         self.hold_gradients, self.restore_gradients = held.hold, held.restore
         self.lazy_reset_grad = held.reset
         self.generator = (
-            _global_generator(self._device) if seed is None else torch.Generator(self._device).manual_seed(seed)
+            default_generator(self._device) if seed is None else torch.Generator(self._device).manual_seed(seed)
         )
         self._updated: dict[str, torch.Tensor] = {}
         self.left: tuple[Step, Sequence[torch.Tensor]] | None = None
@@ -166,6 +170,10 @@ class Executor:
         for plan in self._plans.values():
             plan.bindings.clear()
 
+    def draws(self, step: Step) -> bool:
+        """Returns whether a run of a graph may advance the generator: on the CPU, random numbers are inputs."""
+        return bool(step.random) or (step.training and self._device.type != "cpu")
+
     def tensor(self, name: str) -> torch.Tensor:
         """Returns a buffer, or a tensor from outside, that graphs may change."""
         return self.buffers[name] if name in self.buffers else self.outside[name]
@@ -239,6 +247,9 @@ class Executor:
         """
         step = plan.runner.step
         fresh = self._gradients.begin()
+        overwritten = () if fresh else plan.runner.overwritten(plan)
+        if overwritten:
+            self._gradients.move_out(overwritten)
         results, written = self._run(plan, batch, fresh, loss_scale, check)
         gradients = dict(zip(step.gradients, map(written.__getitem__, step.gradients.values()), strict=True))
         self._gradients.take(gradients, fresh)
@@ -255,7 +266,7 @@ class Executor:
         self._gradients.begin()
         results, written = self._run(plan, batch, False, loss_scale, check)
         gradients = {name: written[output] for name, output in plan.runner.step.gradients.items()}
-        if self._gradients.stays:  # the next run overwrites bound tensors
+        if self._gradients.stays or plan.runner.overwritten(plan):  # by the next run
             gradients = {name: value.clone() for name, value in gradients.items()}
         return results, gradients
 
@@ -382,7 +393,7 @@ class Executor:
         state = {name: tensors[name] for name in step.state}
         try:
             if step.programs is not None:
-                return ProgramRunner(step, state, self._memory, self._deterministic)
+                return ProgramRunner(step, state, self._memory, self._deterministic, self._cuda_graphs)
             return SessionRunner(step, state, self._memory, self.options, self.providers)
         except Exception as error:
             whose = step.kernels.removesuffix("'s")
@@ -448,6 +459,11 @@ class _Gradients:
             )
         return True
 
+    def move_out(self, places: Iterable[torch.Tensor]) -> None:
+        """Copies the gradients that are in one of some places, which the next run overwrites."""
+        known = set(map(id, places))
+        self.tensors |= {name: value.clone() for name, value in self.tensors.items() if id(value) in known}
+
     def take(self, written: Mapping[str, torch.Tensor], fresh: bool) -> None:
         """Replaces the gradients by a run's results, or adds them; they are in :meth:`destinations` or new memory."""
         if fresh and not self._memory:
@@ -506,11 +522,3 @@ class _Gradients:
 
     def _present_tensors(self) -> dict[str, torch.Tensor]:
         return {name: tensor for name, tensor in self.tensors.items() if name in self._present}
-
-
-def _global_generator(device: torch.device) -> torch.Generator:
-    """Returns PyTorch's global generator for a device."""
-    if device.type == "cpu":
-        return torch.default_generator
-    torch.cuda.init()  # type: ignore[no-untyped-call] # creates the generators
-    return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]

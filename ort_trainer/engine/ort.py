@@ -46,6 +46,7 @@ __all__ = [
     "is_session_options",
     "kernel_outputs",
     "known_providers",
+    "lacks_provider",
     "load_format",
     "make_session",
     "maximum_opset",
@@ -57,7 +58,6 @@ __all__ = [
     "provider_failure",
     "providers_for",
     "require_engine",
-    "resolve_device",
     "session_options",
     "to_ort_value",
 ]
@@ -262,46 +262,12 @@ def parse_device(text: str) -> Device:
     return Device(kind, int(index or 0))
 
 
-def resolve_device(name: str, explicit: bool, local_rank: int | None = None) -> torch.device:
-    """Returns the device to train on.
-
-    Args:
-        name: The option ``device.id``: ``cpu``, ``cuda`` or ``cuda:N``.
-        explicit: Whether the user gave the name. If False, a missing CUDA falls back to the CPU.
-        local_rank: Rank of this process on this machine; None if unknown. It chooses the CUDA device if the name has no
-            index; without it, PyTorch's current device is used.
-
-    Raises:
-        ValueError: If the requested device is not available.
-    """
-    import torch
-
-    device = torch.device(name)
-    if device.type == "cpu":
-        return torch.device("cpu")
-    if not has_cuda():
-        if not explicit:
-            _log.info("no CUDA device in both ONNX Runtime and PyTorch: training runs on the CPU")
-            return torch.device("cpu")
-        onnxruntime = engine()
-
-        raise ValueError(
-            f"device.id {name!r} was asked for, but CUDA is not available (ONNX Runtime {onnxruntime.__version__} has "
-            f"{available_providers()}, torch.cuda.is_available() is {torch.cuda.is_available()}): "
-            "set device.id to 'cpu', leave it out, or uninstall both and install CUDA builds"
-        )
-    index, count = device.index, torch.cuda.device_count()
-    if index is None and local_rank is not None:
-        index = local_rank if count > 1 else 0  # some launchers show each process only one device
-        if index >= count:
-            raise ValueError(
-                f"there are {count} CUDA devices, but this process has the local rank {local_rank}: launch at most "
-                f"{count} processes here, or set device.id"
-            )
-    index = torch.cuda.current_device() if index is None else index
-    if index >= count:
-        raise ValueError(f"device.id {name!r} was asked for, but there are {count} CUDA devices")
-    return torch.device("cuda", index)
+def lacks_provider(device: torch.device) -> str:
+    """Returns why ONNX Runtime can't compute on a device of PyTorch; "" if it can."""
+    if device.type == "cpu" or (device.type in _PROVIDERS and _PROVIDERS[device.type] in available_providers()):
+        return ""
+    lacking = _PROVIDERS.get(device.type, "an execution provider for it")
+    return f"ONNX Runtime {engine().__version__} lacks {lacking}, and training runs on {device}"
 
 
 def providers_for(

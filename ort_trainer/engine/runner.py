@@ -104,7 +104,7 @@ class Plan:
         random: The random inputs with their shapes.
         indices: The index ranges, with their sizes, of inputs that the fetched outputs depend on.
         sizes: The sizes of the symbolic dimensions.
-        bindings: Key of a set of destinations -> its binding.
+        bindings: What is valid as long as the state stays where it is: key of a set of destinations -> its binding.
         results: Names of all results that a run computes.
         function: Computes these results; only for graphs of programs.
     """
@@ -114,7 +114,7 @@ class Plan:
     random: Wanted
     indices: tuple[tuple[IndexRange, int], ...]
     sizes: Mapping[str, int]
-    bindings: dict[Any, Binding] = field(default_factory=dict)
+    bindings: dict[Any, Any] = field(default_factory=dict)
     results: tuple[str, ...] = ()
     function: Callable[..., Any] | None = None
 
@@ -173,6 +173,10 @@ class GraphRunner(ABC):
             ),
             sizes,
         )
+
+    def overwritten(self, plan: Plan) -> Sequence[Any]:
+        """Returns the results of a plan's last run that its next one overwrites, besides bound destinations."""
+        return ()
 
     @abstractmethod
     def call(self, values: list[Any], results: Callable[[], Sequence[Kind]]) -> Sequence[Any]:

@@ -197,7 +197,8 @@ class CallGraphs:
             structure = self._begin().variant(True)
         variant = self._reads.variant(structure)
         with_grad = torch.is_grad_enabled()
-        autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
+        kind = next((value.device.type for value in leaves.values()), "cpu")
+        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         key: list[Any] = [variant, positional, named, with_grad, autocast]
         for value in leaves.values():
             key += (value.shape, value.dtype, value.requires_grad, value.is_contiguous() or layout_of(value))
@@ -297,8 +298,6 @@ class CallGraphs:
         module, options, watch = self._module, self._options, self._watch
         assert watch is not None  # find() has created it: the key has its variant
         device = _device_of([*leaves.values(), *module.parameters(), *module.buffers()])
-        if device.type not in ("cpu", "cuda"):
-            raise ValueError(f"ORTModule runs on the CPU or on CUDA, but the module is on {device}: move it")
         refuse_subclasses(leaves)
         copies = {name: clone(value) for name, value in leaves.items()}
         result = self._result(positional, dict(named), copies)
@@ -375,9 +374,9 @@ class CallGraphs:
             OptionError: If the option asks for kernels that the device lacks.
         """
         name = self._options.utils.kernels
-        usable, _ = choose(name, lambda kernels: kernels.objection(device))
+        usable, reason = choose(name, lambda kernels: kernels.objection(device))
         if not usable:
-            raise OptionError(f"utils.kernels is {name!r}, but the module is not on the CPU: set it to 'auto'")
+            raise OptionError(f"utils.kernels is {name!r}, but {reason}: set it to 'auto'")
         return usable
 
     def _load(self, step: Step, memory: TorchMemory) -> GraphRunner:

@@ -43,7 +43,7 @@ class DeviceOptions(Section):
     """Section `device` of the options."""
 
     id: str
-    """Device of the training: `cpu`, `cuda` or `cuda:N`, or a torch.device."""
+    """Device of the training, as `torch.device` takes it: `cpu`, `cuda`, `cuda:1`, `xpu`, `mps`."""
     mem_limit: int
     """Bytes that ONNX Runtime may allocate on a CUDA device; 0 for no limit."""
 
@@ -238,7 +238,10 @@ class UtilsOptions(Section):
     """How dropout draws its masks: `fast` uses 16-bit numbers from NumPy's SFC64; `pytorch` draws the same masks as
     PyTorch with the same seed, at five to ten times the cost."""
     kernels: Literal["auto", "onnxruntime", "pytorch", "compiled"]
-    """Whose kernels compute a training step: ONNX Runtime's, or PyTorch's, on the CPU."""
+    """Whose kernels compute a training step: ONNX Runtime's, or PyTorch's."""
+    cuda_graphs: Literal["auto", "on", "off"]
+    """Whether a step on a CUDA device is captured as a CUDA graph, which the device starts by itself instead of kernel
+    by kernel."""
     remove_padding: str
     """Name of the input that is an attention mask [batch, time]: training does not compute what only places that it
     masks would need."""
@@ -263,6 +266,7 @@ class UtilsOptionsDict(TypedDict, total=False):
     share_weights: bool
     random_numbers: Literal["fast", "pytorch", "pytorch_global"]
     kernels: Literal["auto", "onnxruntime", "pytorch", "compiled"]
+    cuda_graphs: Literal["auto", "on", "off"]
     remove_padding: str
     moments: Literal["float32", "bfloat16"] | torch.dtype
     cache_exports: bool

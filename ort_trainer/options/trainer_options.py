@@ -205,6 +205,17 @@ class ORTTrainerOptions(Options):
         if not self.tolerates(message):
             raise ValueError(message)
 
+    def cuda_graphs(self, device: torch.device) -> str:
+        """Returns ``utils.cuda_graphs`` for a device.
+
+        Raises:
+            ValueError: If graphs are required on a device that has none.
+        """
+        way: str = self.utils.cuda_graphs
+        if way == "on" and device.type != "cuda":
+            raise ValueError(f"utils.cuda_graphs is 'on', but training runs on {device}: set it to 'auto'")
+        return way
+
     def memory_limit(self, device: torch.device) -> int:
         """Returns ``device.mem_limit`` for a device.
 

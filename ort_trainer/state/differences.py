@@ -8,10 +8,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..engine.devices import derived_state
 from .bfloat16 import array_of, tensor_of
 from .state import Array
 
 __all__ = ["Differences", "compare_keys"]
+
+# Bytes of the states of PyTorch's random generators, by kind of device.
+_STATE_SIZES = {"cpu": 5056, "cuda": 16, "xpu": 16}
 
 
 class Differences:
@@ -77,10 +81,12 @@ class Differences:
 
         Raises:
             TypeError: If it is neither a tensor nor an array.
-            ValueError: If it is not a state of a generator on the device.
+            ValueError: If it is not a state of a generator.
         """
         # A copy, as PyTorch crashes on unaligned memory, as in a mapped file.
         state = self.tensor(value, where).to(torch.uint8, copy=True)
+        if state.numel() in _STATE_SIZES.values() and state.numel() != _STATE_SIZES.get(device.type):
+            return derived_state(state.numpy().tobytes(), device).numpy()  # no device continues another's numbers
         try:
             torch.Generator(device).set_state(state)
         except RuntimeError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -30,16 +31,23 @@ class Batch(dict[str, torch.Tensor]):
         layouts: Each argument that is not a single tensor, with its layout; graphs depend on them.
         orders: Each input whose dimensions had another order in memory, with that order. PyTorch draws random numbers
             like such an input in that order.
+        on_host: The tensors on the CPU that were moved to another device, by name.
     """
 
     layouts: tuple[tuple[str, Layout], ...] = ()
     orders: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    on_host: Mapping[str, torch.Tensor] = MappingProxyType({})
 
     def with_tensors(self, tensors: Mapping[str, torch.Tensor]) -> Batch:
         """Returns a batch with these tensors, and the same layouts and orders."""
         batch = Batch(tensors)
         batch.layouts, batch.orders = self.layouts, self.orders
         return batch
+
+    def move(self, device: torch.device) -> None:
+        """Moves tensors on the CPU to another device, without waiting for it if their memory is pinned."""
+        self.on_host = {name: value for name, value in self.items() if value.device.type == "cpu"}
+        self.update({name: value.to(device, non_blocking=True) for name, value in self.on_host.items()})
 
     def as_given(self) -> Batch:
         """Returns a batch of ordinary tensors, in the memory order in which the caller passed them."""
@@ -48,11 +56,11 @@ class Batch(dict[str, torch.Tensor]):
 
     def array(self, name: str) -> np.ndarray[Any, Any]:
         """Returns the values of an input."""
-        return self[name].cpu().numpy()
+        return self.on_host.get(name, self[name]).cpu().numpy()
 
     def extremes(self, name: str, ignored: int | None) -> tuple[int, int]:
-        """Returns the lowest and highest value, computed on the tensor's device; ignored values count as 0."""
-        values = self[name]
+        """Returns the lowest and highest value, computed where the caller's tensor is; ignored values count as 0."""
+        values = self.on_host.get(name, self[name])
         if not values.numel():
             return 0, 0
         lowest, highest = torch.aminmax(values)

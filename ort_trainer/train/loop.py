@@ -93,6 +93,7 @@ class TrainingLoop:
         self.source, self.config, self.options = source, config, options
         self.device = device
         check_graph_paths(options.debug.graph_save_paths.to_dict())
+        options.cuda_graphs(device)  # checks it
         draws_as_pytorch = options.utils.random_numbers != "fast"
         self.graphs = StepGraphs(
             source, model_desc, device, options.tolerates, self._graph_built, self._rebound, draws_as_pytorch
@@ -230,7 +231,10 @@ class TrainingLoop:
         if self._verifier is not None and training and backward:
             self._verifier.check_comparable(plan.runner.step)
         if plan.indices and self._checks_indices:
-            check_indices(plan.indices, batch.array, lambda: plan.sizes, batch.extremes)
+            indices = plan.indices
+            if self.device.type != "cpu":  # to read values there would wait for the device, whose kernels check them
+                indices = tuple(entry for entry in indices if entry[0].input in batch.on_host)
+            check_indices(indices, batch.array, lambda: plan.sizes, batch.extremes)
         if self._padding is not None and training and backward:
             executor, padding = self._executor, self._padding
             assert executor is not None
@@ -725,6 +729,7 @@ class TrainingLoop:
             mem_limit=options.memory_limit(self.device),
             seed=None if options.utils.random_numbers == "pytorch_global" else self._seed,
             gradient_memory=memory,
+            cuda_graphs=options.cuda_graphs(self.device),
         )
         update = TorchUpdate if isinstance(config, TorchOptimizerConfig) else OptimizerUpdate
         self.optimizer: OptimizerUpdate = update(

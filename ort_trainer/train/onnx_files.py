@@ -45,6 +45,7 @@ def _with_weights(loop: TrainingLoop, names: Sequence[str], for_inference: bool 
     if users_model is not None:
         return users_model
     step = loop.start(loop.graphs.blank_batch(), False, loop.graphs.output_names).runner.step
+    step = loop.graphs.portable(executor, training=False) if step.programs is not None else step
     step = (step if list(names) == [spec.name for spec in step.outputs] else step.pruned(names)).unchecked()
     others = {**executor.buffers, **executor.outside}
     return with_weights(step, executor.parameters, others, loop.source.trainable)

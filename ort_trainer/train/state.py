@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy as copying
-import hashlib
 import json
 import zlib
 from collections.abc import Callable, Mapping
@@ -16,6 +15,7 @@ import torch
 from ..core.errors import DistributedError, shown, warn
 from ..core.interrupts import uninterrupted
 from ..core.optimizer_keys import STEP, UPDATE_COUNT
+from ..engine.devices import derived_state
 from ..optim.parts import Named
 from ..optim.torch_optimizer import TorchOptimizerConfig
 from ..state.bfloat16 import array_of, tensor_of
@@ -296,7 +296,7 @@ def _reduce_to_process(restored: State, strategy: Strategy, device: torch.device
     if len(states) == strategy.world_size:
         restored.random = states[rank]
     elif restored.random is not None and rank:
-        restored.random = _derived(restored.random, rank, device)
+        restored.random = derived_state(restored.random.tobytes(), device, rank).numpy()
     if rank and restored.gradients:
         assert restored.window is not None
         restored.gradients = {}
@@ -315,12 +315,6 @@ def _checksum(restored: State) -> int:
         value = np.atleast_1d(np.ascontiguousarray(values[name]))
         checksum = zlib.crc32(value.view(np.uint8).data, zlib.crc32(name.encode(), checksum))
     return checksum
-
-
-def _derived(state: Array, rank: int, device: torch.device) -> Array:
-    """Returns the state of a generator seeded with a hash of a state and a rank."""
-    digest = hashlib.sha256(state.tobytes() + rank.to_bytes(8, "little")).digest()
-    return torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "little")).get_state().numpy()
 
 
 def _restore(loop: TrainingLoop, state: State) -> None:

@@ -119,6 +119,8 @@ class StepGraphs:
             names = self._input_names
             optional = names if partly else ()
             batch = read_batch(names, args, kwargs, optional, self._arguments, self._source.inputs, self._keeps_orders)
+            if self._device.type != "cpu":
+                batch.move(self._device)
             if self._parameters or self.loss_parameters:
                 self._add_parameters(batch)
             if partly and self._layouts:  # arguments that are left out keep their earlier layouts

@@ -16,10 +16,11 @@ import torch
 
 from ...core.dims import evaluate, evaluate_number
 from ...step.program_graph import Constant, ProgramGraph
-from .program import Order, Program
+from .program import Order, Program, makes_tensors
 
 __all__ = ["LoadedCall", "compiled", "loaded"]
 
+_CPU = torch.device("cpu")
 _ATTRIBUTES = (torch.dtype, torch.layout, torch.memory_format)
 _COMPUTED: dict[str, Callable[[str, Mapping[str, int]], float]] = {"dim": evaluate, "number": evaluate_number}
 
@@ -33,15 +34,15 @@ class LoadedCall(NamedTuple):
     outputs: Sequence[str]
 
 
-def loaded(graph: ProgramGraph) -> tuple[list[LoadedCall], dict[str, torch.Tensor]]:
-    """Returns the nodes of a graph, in order, and its constants by name.
+def loaded(graph: ProgramGraph, device: torch.device = _CPU) -> tuple[list[LoadedCall], dict[str, torch.Tensor]]:
+    """Returns the nodes of a graph, in order, and its constants by name, on a device.
 
     Raises:
         ValueError: If a program calls anything else than operators on tensors, or a constant is damaged.
     """
     programs = {key: Program.from_text(text) for key, text in graph.programs.items()}
     calls = [LoadedCall(call.name, programs[call.program], call.inputs, call.outputs) for call in graph.calls]
-    return calls, {name: _tensor(name, constant) for name, constant in graph.constants.items()}
+    return calls, {name: _tensor(name, constant).to(device) for name, constant in graph.constants.items()}
 
 
 def _tensor(name: str, constant: Constant) -> torch.Tensor:
@@ -70,6 +71,7 @@ def compiled(
     outputs: Sequence[str],
     constants: Mapping[str, torch.Tensor] = {},
     timed: bool = False,
+    device: torch.device = _CPU,
 ) -> Callable[..., tuple[torch.Tensor, ...]]:
     """Returns a graph of programs as a function. It frees every value after the operator that reads it last.
 
@@ -79,6 +81,7 @@ def compiled(
         outputs: Names of the values to return.
         constants: Values of the graph that are no inputs, by name.
         timed: Whether to record times.
+        device: Where new tensors are made.
 
     Returns:
         A function of a list of tensors, the values of ``inputs``, which it empties so that it can free them. If
@@ -89,7 +92,7 @@ def compiled(
         ValueError: If a program is damaged, or has an invalid argument.
     """
     try:
-        return _Compiler(constants, timed).function(calls, inputs, outputs)
+        return _Compiler(constants, timed, device).function(calls, inputs, outputs)
     except (AttributeError, LookupError, RecursionError, SyntaxError, TypeError) as error:
         raise ValueError(f"a program of the graph is damaged: {error!r}") from error
 
@@ -97,8 +100,8 @@ def compiled(
 class _Compiler:
     """Writes the source of a function: ``v1``, ``v2``, ... are its variables, ``g`` and an id its globals."""
 
-    def __init__(self, constants: Mapping[str, torch.Tensor], timed: bool) -> None:
-        self._timed = timed
+    def __init__(self, constants: Mapping[str, torch.Tensor], timed: bool, device: torch.device) -> None:
+        self._timed, self._device = timed, None if device.type == "cpu" else device
         self._globals: dict[str, Any] = {"now": time.perf_counter_ns}
         self._values = {name: self._name(value) for name, value in constants.items()}
         self._lines: list[_Line] = []
@@ -139,6 +142,8 @@ class _Compiler:
             write = functools.partial(self._argument, sources, dims, reads)
             arguments = [write(argument) for argument in args]
             arguments += [f"{_identifier(name)}={write(argument)}" for name, argument in kwargs.items()]
+            if self._device is not None and makes_tensors(target):
+                arguments.append(f"device={self._name(self._device)}")
             call_of = f"{self._name(program.function(target))}({', '.join(arguments)})"
             sources["v", index] = self._set(call_of, reads)
             self._mark()

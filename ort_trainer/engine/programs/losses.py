@@ -188,7 +188,8 @@ def ctc_losses(
     Raises:
         IndexError: If a label is not a class. PyTorch's kernel would read and write outside of its tensors.
     """
-    is_used = torch.arange(targets.shape[-1]) < (lengths.unsqueeze(1) if targets.ndim > 1 else lengths.sum())
+    place = torch.arange(targets.shape[-1], device=targets.device)
+    is_used = place < (lengths.unsqueeze(1) if targets.ndim > 1 else lengths.sum())
     labels, classes = targets[is_used], log_probabilities.shape[-1]
     if ((labels < 0) | (labels >= classes)).any():
         lowest, highest = torch.aminmax(labels)

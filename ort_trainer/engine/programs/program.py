@@ -32,7 +32,7 @@ from .loops import load
 from .operators import LIBRARY, OWN
 from .strides import with_contiguous_tensors
 
-__all__ = ["GETITEM", "LOOPS", "Order", "Program", "find_operator", "may_call"]
+__all__ = ["GETITEM", "LOOPS", "Order", "Program", "find_operator", "makes_tensors", "may_call"]
 
 GETITEM = "getitem"
 """Target of a step that selects one of several results of another step."""
@@ -103,6 +103,17 @@ class Program:
         return hashlib.sha256(self.to_text().encode()).hexdigest()[:20]
 
 
+@functools.cache
+def makes_tensors(target: str) -> bool:
+    """Returns whether a step with this target makes a tensor on a device that it must be told."""
+    if target in (GETITEM, LOOPS):
+        return False
+    library, name, overload = target.split(".")
+    arguments = getattr(getattr(getattr(torch.ops, library), name), overload)._schema.arguments
+    kinds = {argument.name: str(argument.type) for argument in arguments}
+    return "device" in kinds and not any("Tensor" in kind for kind in kinds.values())
+
+
 def may_call(called: Any) -> bool:
     """Returns whether a program may call something: it must be one of PyTorch's operators on tensors."""
     if not isinstance(called, torch._ops.OpOverload) or called.namespace not in _LIBRARIES:
@@ -110,7 +121,7 @@ def may_call(called: Any) -> bool:
     schema = called._schema
     return (
         called.overloadpacket.__name__ not in _EXCLUDED
-        and {str(part.type) for part in schema.returns} in ({"Tensor"}, {"List[Tensor]"})
+        and {str(part.type) for part in schema.returns} in ({"Tensor"}, {"Tensor", "int"}, {"List[Tensor]"})
         and all(_WRAPPED.sub("", str(part.type)) in _PLAIN for part in schema.arguments)
     )
 

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from ...step import Step
+from ..devices import as_default_generator
 from ..memory import keep_freed_memory
-from ..runner import GraphRunner, Kind, Memory, Plan, with_probabilities
+from ..runner import GraphRunner, Kind, Plan, with_probabilities
 from .compiler import compiled, loaded
+from .cuda_graphs import CapturedRun, Captures
+
+if TYPE_CHECKING:
+    from ..torch_memory import TorchMemory
 
 __all__ = ["PartialRun", "ProgramRunner", "Stage", "deterministic_kernels"]
 
@@ -45,6 +51,7 @@ class ProgramRunner(GraphRunner):
         state: The tensors for ``step.state``; empty if :meth:`call` receives them with the inputs.
         memory: The memory of all tensors.
         deterministic: Whether to request deterministic kernels from PyTorch.
+        cuda_graphs: Whether :meth:`run` becomes a CUDA graph: ``auto``, ``on`` or ``off``.
 
     Attributes:
         calls: The nodes, in order.
@@ -52,12 +59,20 @@ class ProgramRunner(GraphRunner):
 
     keeps_destinations = False
 
-    def __init__(self, step: Step, state: Mapping[str, torch.Tensor], memory: Memory, deterministic: bool) -> None:
+    def __init__(
+        self,
+        step: Step,
+        state: Mapping[str, torch.Tensor],
+        memory: TorchMemory,
+        deterministic: bool,
+        cuda_graphs: str = "off",
+    ) -> None:
         super().__init__(step, {name: value.detach() for name, value in state.items()}, memory)
         keep_freed_memory()
-        self._deterministic = deterministic
+        self._deterministic, self._device = deterministic, memory.device
         assert step.programs is not None
-        self.calls, self._constants = loaded(step.programs)
+        self.calls, self._constants = loaded(step.programs, memory.device)
+        self._captures = Captures(cuda_graphs) if self._device.type == "cuda" and cuda_graphs != "off" else None
         self._functions: dict[tuple[str, ...], Callable[..., tuple[torch.Tensor, ...]]] = {}
 
     @functools.cached_property
@@ -67,7 +82,7 @@ class ProgramRunner(GraphRunner):
 
     def compiled(self, outputs: Sequence[str], timed: bool = False) -> Callable[..., tuple[torch.Tensor, ...]]:
         """Returns a function that computes some outputs from all inputs."""
-        return compiled(self.calls, self.inputs, outputs, self._constants, timed)
+        return compiled(self.calls, self.inputs, outputs, self._constants, timed, self._device)
 
     def plan(self, shapes: Mapping[str, tuple[int, ...]], names: Sequence[str]) -> Plan:
         """Returns a plan whose runs compute only the named ones of the described outputs; see the base class."""
@@ -86,7 +101,7 @@ class ProgramRunner(GraphRunner):
         for call in reversed(self.calls):
             wanted = [name for name in call.outputs if name in later]
             inputs = [name for name in dict.fromkeys(call.inputs) if name not in self._constants]
-            run = compiled([call], inputs, wanted, self._constants)
+            run = compiled([call], inputs, wanted, self._constants, device=self._device)
             stages.append(Stage(run, inputs, wanted, [name for name in inputs if name not in later]))
             later |= set(inputs)
         return stages[::-1]
@@ -94,6 +109,11 @@ class ProgramRunner(GraphRunner):
     def rebind(self, name: str, tensor: torch.Tensor) -> None:
         """Replaces the tensor of a parameter or buffer."""
         super().rebind(name, tensor.detach())
+
+    def overwritten(self, plan: Plan) -> tuple[torch.Tensor, ...]:
+        """Returns the results of the last run of a plan, if the next one overwrites them."""
+        captured = plan.bindings.get(CapturedRun)
+        return () if captured is None else captured.results
 
     def run(
         self,
@@ -107,7 +127,7 @@ class ProgramRunner(GraphRunner):
         options: Any = None,
     ) -> tuple[dict[str, torch.Tensor], Mapping[str, torch.Tensor]]:
         """Runs the graph once; see the base class. Destinations are not bound: a run writes only those it gets."""
-        values = [*self._state.values()]
+        values: list[torch.Tensor] = []
         for spec in self.step.inputs:
             value = batch[spec.name]  # as_taken() would be a call for each, in each step
             values.append(value.float() if value.dtype is torch.bfloat16 else value)
@@ -115,9 +135,16 @@ class ProgramRunner(GraphRunner):
             values += self._draw(with_probabilities(plan.random, self._state), generator)
         if loss_scale is not None:
             values.append(loss_scale)
-        with _as_captured(self._deterministic):
+        captures = self._captures
+        with _as_captured(self._device, self._deterministic, generator):
             assert plan.function is not None
-            outputs = dict(zip(plan.results, plan.function(values), strict=True))
+            if captures is None:
+                computed = plan.function([*self._state.values(), *values])
+            else:
+                computed = captures.run(plan.bindings, plan.function, [*self._state.values()], values)
+        outputs = dict(zip(plan.results, computed, strict=True))
+        if CapturedRun in plan.bindings:
+            outputs |= {output.name: outputs[output.name].clone() for output in plan.outputs}
         for name, destination in (destinations or {}).items():
             destination.copy_(outputs[name])
         results = {
@@ -133,7 +160,7 @@ class ProgramRunner(GraphRunner):
         run: Callable[[list[torch.Tensor]], tuple[torch.Tensor, ...]] | None = None,
     ) -> tuple[torch.Tensor, ...]:
         """Runs the graph on all its inputs, or the program of a stage; see the base class."""
-        with _as_captured(self._deterministic):
+        with _as_captured(self._device, self._deterministic):
             return self.run_programs(values) if run is None else run(values)
 
 
@@ -169,26 +196,35 @@ class PartialRun:
 
 
 @contextmanager
-def _as_captured(deterministic: bool) -> Iterator[None]:
+def _as_captured(device: torch.device, deterministic: bool, generator: torch.Generator | None = None) -> Iterator[None]:
     """A context without PyTorch's gradients and autocast, as when the graph was captured.
 
     Args:
+        device: Where the graph runs.
         deterministic: Whether to request deterministic kernels.
+        generator: From which operators draw that take no generator; None for the default. On the CPU there are none.
     """
-    grad, autocast = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")
+    kind = device.type
+    grad, autocast = torch.is_grad_enabled(), torch.is_autocast_enabled(kind)
     torch.set_grad_enabled(False)
     if autocast:
-        torch.set_autocast_enabled("cpu", False)
+        torch.set_autocast_enabled(kind, False)
     try:
-        if deterministic and not torch.are_deterministic_algorithms_enabled():
-            with deterministic_kernels():
-                yield
-        else:
+        if kind == "cpu" and (not deterministic or torch.are_deterministic_algorithms_enabled()):
+            yield  # without further contexts, which take time
+            return
+        with contextlib.ExitStack() as stack:
+            if deterministic and not torch.are_deterministic_algorithms_enabled():
+                stack.enter_context(deterministic_kernels())
+            if generator is not None:
+                stack.enter_context(as_default_generator(generator))
+            if kind == "cuda":  # kernels run on the current device
+                stack.enter_context(torch.cuda.device(device))
             yield
     finally:
         torch.set_grad_enabled(grad)
         if autocast:
-            torch.set_autocast_enabled("cpu", True)
+            torch.set_autocast_enabled(kind, True)
 
 
 @contextmanager

@@ -94,6 +94,7 @@ def assemble(
         {**shapes, **{entry.name: entry.shape for _, entry in batch}},
         unfetched=[place for place, (_, name) in enumerate(results) if name in step.unfetched],
         checked=[node for node, name in inputs if name in indices],
+        separable=not flat.gradients,
     )
     mask = next((node for node, entry in batch if entry.name == step.padding_mask), None)
     kernels.rewrite_step(flat, graph, mask)

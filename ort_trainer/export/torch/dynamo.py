@@ -26,7 +26,6 @@ from .fx.view_writes import refuse_sums_over_windows
 from .graph.differentiate import lift_attributes
 from .graph.divide import needed_for, part_of
 from .graph.named_graph import NamedGraph, add_sizes
-from .lower.kinds import PROGRAMS
 from .lower.programs.build import ProgramBuilder
 from .lower.programs.rewrites import rewrite
 from .operators.indexing import dense_embedding, dense_embedding_bag
@@ -102,9 +101,9 @@ class _Lowered:
         placeholders = graph.find_nodes(op="placeholder")
         lift_attributes(module, constants)
         inputs = [value for node in placeholders if isinstance(value := node.meta["val"], torch.Tensor)]
-        objections = {PROGRAMS.objection(value.device) for value in inputs} - {""}
-        if objections:
-            raise ExportError("; ".join(sorted(objections)))
+        devices = {value.device for value in inputs if value.dim() or value.device.type != "cpu"}
+        if len(devices) > 1:
+            raise ExportError(f"its tensors are on several devices: {sorted(map(str, devices))}")
         rewrite(graph, divided=True)
         (end,) = graph.find_nodes(op="output")
         returned = [node for node in end.args[0] if isinstance(node, Node) and is_tensor(node)]
@@ -140,7 +139,8 @@ class _Lowered:
             state={},
             programs=programs,
         )
-        self._runner = ProgramRunner(step, {}, TorchMemory(torch.device("cpu")), deterministic=False)
+        memory = TorchMemory(next(iter(devices), torch.device("cpu")))
+        self._runner = ProgramRunner(step, {}, memory, deterministic=False)
         orders = [memory_order(node.meta["val"]) for node in tensors]
         # Programs return tensors in their order in memory.
         self._turned = [(at, sorted(range(len(o)), key=o.__getitem__)) for at, o in enumerate(orders) if o is not None]

@@ -37,7 +37,7 @@ from .capture.step_module import ExportedStep
 from .fx.explain import forward_line, may_be_sizes
 from .fx.symbols import remembered_sizes
 from .graph.kernels import Kernels
-from .lower.kinds import ONNX_RUNTIME, kinds
+from .lower.kinds import ONNX_RUNTIME, PROGRAMS, kinds
 from .outside.places import Place, read
 from .outside.recorder import Recorder
 
@@ -73,7 +73,7 @@ def export(
             answers.
     """
     attempt = functools.partial(_Exporter, step, batch, training, cache, stage)
-    preferred, *others = kinds(step.kernels) if training else [ONNX_RUNTIME]
+    preferred, *others = _usable_kinds(step, training, step.device_for(batch.values()))
     with quiet(), remembered_sizes():
         try:
             return attempt(preferred).run()
@@ -82,6 +82,15 @@ def export(
                 raise
             _log.info("using %s: %s", others[0].title, " ".join(str(error).split()))
         return attempt(others[0]).run()
+
+
+def _usable_kinds(step: ExportedStep, training: bool, device: torch.device) -> list[Kernels]:
+    """Returns the kinds of kernels to try in order; evaluation prefers those of ONNX Runtime, for one graph of ONNX."""
+    allowed = kinds(step.kernels)
+    if not training:
+        allowed = [ONNX_RUNTIME, PROGRAMS] if allowed[0].of_pytorch else [ONNX_RUNTIME]
+    # A graph that is written to a file may be for another machine.
+    return [kind for kind in allowed if not kind.objection(device)] or allowed[:1]
 
 
 class _Exporter:
@@ -125,7 +134,8 @@ class _Exporter:
         from .graph.random_inputs import Draws, lift_random_numbers
         from .graph.recompute import apply_recompute
 
-        draws = Draws(step.fast_random, within=self._kernels.of_pytorch)
+        on_cpu = step.device_for(self._sample).type == "cpu"
+        draws = Draws(step.fast_random, self._kernels.of_pytorch, by_device=self._kernels.of_pytorch and not on_cpu)
         with graph.following():
             random = lift_random_numbers(graph.module.graph, graph.symbols, draws) if training else {}
         if not training:

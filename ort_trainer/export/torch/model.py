@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ...core.signatures import signature_of
-from ...engine.ort import has_cuda, maximum_opset
+from ...engine.ort import maximum_opset
 from ...engine.ownership import shared_groups
 from ...engine.torch_memory import freed_storages
 from ...optim import OptimizerConfig
@@ -167,12 +167,9 @@ class TorchSource(ModelSource):
     def _objection(self, kernels: Kernels) -> str:
         """Returns why a kind of kernels can't be used; "" if it can."""
         options = self._options
-        if kernels.objection(torch.device(options.device.id)) and has_cuda():
-            return "training does not run on the CPU"
-        if any(kernels.objection(value.device) for value in self.parameters.values()):
-            return "the model is not on the CPU"
-        if not kernels.of_pytorch:
-            return ""
+        objection = kernels.objection(torch.device(options.device.id))
+        if objection or not kernels.of_pytorch:
+            return objection
         internal, debug = options._internal_use, options.debug
         set_by_user = {
             "session_options": options.session_options is not None,
@@ -197,7 +194,9 @@ class TorchSource(ModelSource):
         self, batch: Named, layouts: Mapping[str, Layout], parameters: Mapping[str, torch.Tensor]
     ) -> ModelDescription:
         """Returns a description derived from a sample batch."""
-        with BORROWED:
+        place = next((value.device for value in (*self.parameters.values(), *self.buffers.values())), None)
+        with BORROWED:  # before the first step, the model may be elsewhere than training
+            batch = {name: value.to(place) for name, value in batch.items()}
             return describe(self._model, self._loss_fn, batch, layouts, parameters)
 
     def builder(

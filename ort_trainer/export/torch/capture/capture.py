@@ -95,7 +95,9 @@ def capturing(module: StepModule, autocast: torch.autocast, fused_attention: boo
             ONNX translation; the plain formula's have one.
     """
     backends = [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH] if fused_attention else [SDPBackend.MATH]
-    with sdpa_kernel(backends), exportable_functions(), autocast, module.branches.followed():
+    # Other devices have further fused kernels, among which PyTorch chooses.
+    chosen = contextlib.nullcontext() if fused_attention and autocast.device != "cpu" else sdpa_kernel(backends)
+    with chosen, exportable_functions(), autocast, module.branches.followed():
         yield
 
 

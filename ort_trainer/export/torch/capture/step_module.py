@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import itertools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -119,8 +119,12 @@ class ExportedStep:
 
     def autocast_for(self, sample: Sequence[torch.Tensor]) -> torch.autocast:
         """Returns PyTorch's autocast context for a sample's device, disabled without mixed precision."""
-        device = next((value.device.type for value in (*sample, *self.model.parameters())), "cpu")
-        return torch.autocast(device, self.autocast or torch.float16, enabled=self.autocast is not None)
+        kind = self.device_for(sample).type
+        return torch.autocast(kind, self.autocast or torch.float16, enabled=self.autocast is not None)
+
+    def device_for(self, sample: Iterable[torch.Tensor]) -> torch.device:
+        """Returns the device of a sample, or of the model if there is no input."""
+        return next((value.device for value in (*sample, *self.model.parameters())), torch.device("cpu"))
 
     def module(self) -> StepModule:
         """Returns the step as a function of flat tensors."""

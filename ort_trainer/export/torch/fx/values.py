@@ -17,18 +17,22 @@ __all__ = [
     "arguments_of",
     "base_of",
     "call",
+    "draws_numbers",
     "is_integer",
     "is_tensor",
     "is_view",
     "memory_order",
     "product_flops",
     "refuse",
+    "runs_on_cpu",
     "same_sizes",
     "tensors_of",
 ]
 
 Node = torch.fx.Node
 
+# Tagged as random because of a dropout that only other devices have.
+_DRAWS_NOTHING = (torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,)
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
@@ -49,6 +53,17 @@ def call(graph: torch.fx.Graph, function: Any, *args: Any, **kwargs: Any) -> Nod
     fakes = torch.fx.map_arg((args, kwargs), lambda source: source.meta["val"])
     node.meta["val"] = function(*fakes[0], **fakes[1])
     return node
+
+
+def runs_on_cpu(graph: torch.fx.Graph) -> bool:
+    """Returns whether a graph is for the CPU."""
+    values = (value for node in graph.find_nodes(op="placeholder") for value in tensors_of(node))
+    return next((value.device.type for value in values), "cpu") == "cpu"
+
+
+def draws_numbers(node: Node) -> bool:
+    """Returns whether a node is one of PyTorch's random operators."""
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) and node.target not in _DRAWS_NOTHING
 
 
 def is_tensor(node: Node) -> bool:

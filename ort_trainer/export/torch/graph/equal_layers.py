@@ -85,7 +85,7 @@ _kinds: list[_Kind] = []
 
 def _like(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Returns new tensors of the same sizes, strides and dtypes."""
-    return [torch.empty_strided(value.shape, value.stride(), dtype=value.dtype) for value in values]
+    return [torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device) for v in values]
 
 
 _library: Any = torch.library.Library("ort_trainer_layers", "DEF")  # type: ignore[no-untyped-call]

@@ -34,6 +34,7 @@ class NamedGraph:
         ordered: The inputs and results that keep their order in memory; others are contiguous.
         unfetched: Places of results that are probably not fetched.
         checked: The inputs that are checked before a run, where they are indices.
+        separable: Whether runs may leave out results with all that only they need, such as a loss with its label.
     """
 
     module: torch.fx.GraphModule
@@ -46,6 +47,7 @@ class NamedGraph:
     ordered: Collection[Node] = ()
     unfetched: Collection[int] = ()
     checked: Collection[Node] = ()
+    separable: bool = False
 
 
 def sizes_of(batch: Iterable[tuple[Node, Sequence[int | str]]]) -> Sizes:

@@ -20,14 +20,12 @@ from ....core.errors import ExportError
 from ....step import Dim, RandomInput, dtype_name
 from ..fx.explain import source_line
 from ..fx.symbols import SymbolTable, hint
-from ..fx.values import call
+from ..fx.values import call, draws_numbers
 from ..operators.registry import random_operators
 
 __all__ = ["Draws", "Lifter", "lift_random_numbers", "order_when_empty"]
 
 aten = torch.ops.aten
-# Tagged as random because of a dropout that only other devices have.
-_DRAWS_NOTHING = (aten._scaled_dot_product_flash_attention_for_cpu.default,)
 
 
 @dataclass(frozen=True)
@@ -38,10 +36,13 @@ class Draws:
         fast: Whether from 16-bit numbers; otherwise as PyTorch does.
         within: Whether the graph samples them when they are needed, from a key that is an input; otherwise they are
             inputs themselves.
+        by_device: Whether PyTorch's random operators stay in the graph, and draw on the device. Only dropout whose rate
+            is an input is replaced, as PyTorch has no operator for it.
     """
 
     fast: bool = False
     within: bool = False
+    by_device: bool = False
 
 
 class Lifter:
@@ -162,7 +163,7 @@ def lift_random_numbers(
     """
     lifter, handlers = Lifter(graph, symbols, draws), random_operators()
     for node in list(graph.nodes):
-        if node.op != "call_function":
+        if node.op != "call_function" or (draws.by_device and getattr(node.target, "namespace", "") == "aten"):
             continue
         if node.target in handlers:
             with lifter.replacing(node):
@@ -171,9 +172,7 @@ def lift_random_numbers(
             for user in [*node.users, node]:
                 if not user.users:
                     graph.erase_node(user)
-        elif (
-            torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) and node.target not in _DRAWS_NOTHING
-        ):
+        elif draws_numbers(node):
             raise ExportError(
                 f"the random operator {node.target} is not supported, only dropout, bernoulli, rand, randn, randint, "
                 f"randperm, normal, uniform and exponential: {source_line(node)}"

@@ -34,7 +34,7 @@ from ....step import RandomInput
 from ..capture.capture import CHECKPOINT
 from ..capture.step_module import RecomputeOptions
 from ..fx.symbols import size_in_bytes
-from ..fx.values import is_tensor
+from ..fx.values import draws_numbers, is_tensor
 from .flat_graph import FlatGraph
 
 __all__ = ["AFTER", "apply_recompute", "asks_for_recomputation", "values_to_recompute"]
@@ -189,7 +189,8 @@ class _JointGraph:
         self.forward = _ancestors([*flat.outputs, *flat.conditions, *updates])
         self.results = {*flat.gradients.values()}
         drawn = (self.graph.find_nodes(op="call_function", target=operator) for operator in _DRAWN)
-        self.random = frozenset(random).union(*drawn)
+        drawn_by_device = (node for node in self.graph.nodes if draws_numbers(node))
+        self.random = frozenset(random).union(drawn_by_device, *drawn)
         self.state = flat.state
         # Always in memory: reading them again keeps nothing alive.
         self.free = {*flat.state, *flat.constants, *self.random}

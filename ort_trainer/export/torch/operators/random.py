@@ -96,7 +96,7 @@ def _noise(lifter: Lifter, node: torch.fx.Node, value: torch.fx.Node, kept: Any,
     rate = kept if isinstance(kept, torch.fx.Node) else None
     overload, p = ("default", kept) if rate is None else ("rate", 0.0)
     factor: Any = 1.0 / kept if rate is None else rate  # the overloads compute it
-    if not (lifter.draws.fast and fast):
+    if lifter.draws.by_device or not (lifter.draws.fast and fast):
         noise = lifter.draw(node, fake, "bernoulli", (p, 1.0 if rate else factor), rate)
         return _Noise(lambda x, _: call(aten.mul.Tensor, x, noise), lambda: call(aten.ne.Scalar, noise, 0))
     number, lifter.masks = lifter.masks, lifter.masks + 1

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+
 from .....core.errors import ExportError
 from ...capture.step_module import ExportedStep
 from ...graph.kernels import Lowered
@@ -28,6 +30,10 @@ class LoopKernels(ProgramKernels):
     reads_shapes = False
     checks_indices = False
     _compiled = True
+
+    def objection(self, device: torch.device) -> str:
+        """Returns why they can't run on a device; see the base class."""
+        return "" if device.type == "cpu" else f"compiled loops run on the CPU, and training runs on {device}"
 
     def key(self) -> str:
         """Returns the processor too, whose own instructions the loops use."""

@@ -6,6 +6,9 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from .....engine.ort import lacks_provider
 from ...capture.step_module import ExportedStep
 from ...graph.kernels import Kernels, Lowered
 from ...operators.registry import Operator
@@ -24,6 +27,10 @@ class OnnxRuntimeKernels(Kernels):
     name = "onnxruntime"
     title = "ONNX Runtime's kernels"
     of_pytorch = False
+
+    def objection(self, device: torch.device) -> str:
+        """Returns why they can't run on a device; see the base class."""
+        return lacks_provider(device)
 
     @contextlib.contextmanager
     def decompositions(self) -> Iterator[Mapping[Operator, Any]]:

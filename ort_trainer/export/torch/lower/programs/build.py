@@ -117,7 +117,7 @@ class ProgramBuilder:
 
     def _divided(self) -> list[list[Node]]:
         """Returns the operators of each program, in order."""
-        return partition(self._graph)
+        return partition(self._graph, [node for node, _ in self._named.results] if self._named.separable else ())
 
     def _encoder(self, nodes: Sequence[Node]) -> WritesProgram:
         """Returns what writes the program of some operators."""

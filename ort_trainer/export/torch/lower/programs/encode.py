@@ -97,7 +97,7 @@ class Encoder:
         )
         args = [self._argument(node, value) for value in node.args]
         kwargs = {name: self._argument(node, value) for name, value in node.kwargs.items()}
-        # Everything is on one device, and pinning memory is up to the caller.
+        # Everything is on one device, that of the step, and pinning memory is up to the caller.
         kwargs = {name: value for name, value in kwargs.items() if name not in ("device", "pin_memory")}
         if reuse is not None:
             target = reuse.target

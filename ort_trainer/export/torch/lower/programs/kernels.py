@@ -31,10 +31,6 @@ class ProgramKernels(Kernels):
     reads_shapes = True
     _compiled = False
 
-    def objection(self, device: torch.device) -> str:
-        """Returns why they can't run on a device; see the base class."""
-        return "" if device.type == "cpu" else f"programs of PyTorch's kernels run on the CPU, not on {device.type!r}"
-
     def key(self) -> str:
         """Returns on which dtypes PyTorch's products are slow, and are widened."""
         return f"slow {slow_halves()}"

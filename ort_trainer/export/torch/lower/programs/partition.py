@@ -12,7 +12,7 @@ A view costs nothing and is repeated in every program that uses it; programs pas
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
@@ -32,15 +32,19 @@ _FLOPS, _BYTES = 100e9, 10e9
 _OPERATOR = 2e-6
 
 
-def partition(graph: torch.fx.Graph) -> list[list[Node]]:
+def partition(graph: torch.fx.Graph, apart: Collection[Node] = ()) -> list[list[Node]]:
     """Returns the operators of each program, in the order of the graph.
+
+    Args:
+        graph: The graph.
+        apart: Results that a run may leave out: all operators of a program are needed for the same ones of them.
 
     Raises:
         ExportError: If a program can't run an operator of the graph.
     """
     programs: list[list[Node]] = [[]]
     places: dict[Node, list[Node]] = {}
-    work = 0.0
+    work, needed_by = 0.0, _needed_by(graph, apart)
     for node in graph.nodes:
         if node.op != "call_function" or not tensors_of(node):
             continue  # sizes are computed within the programs that need them
@@ -58,7 +62,7 @@ def partition(graph: torch.fx.Graph) -> list[list[Node]]:
             raise refuse(node, "is not one of PyTorch's operators on tensors, or is registered for ONNX")
         if node.target._schema.is_mutable:
             raise refuse(node, "changes its arguments")
-        if work >= _ENOUGH:
+        if work >= _ENOUGH or (programs[-1] and needed_by[node] != needed_by[programs[-1][-1]]):
             programs.append([])
             work = 0.0
         programs[-1].append(node)
@@ -66,6 +70,14 @@ def partition(graph: torch.fx.Graph) -> list[list[Node]]:
         # A program reads sizes from what it is given, such as this one's.
         work += _ENOUGH if node.target is aten.nonzero.default else _seconds(node)
     return [program for program in programs if program]
+
+
+def _needed_by(graph: torch.fx.Graph, results: Collection[Node]) -> dict[Node, set[Node]]:
+    """Returns for each node of a graph the results that are computed from it."""
+    needed_by: dict[Node, set[Node]] = {}
+    for node in reversed(graph.nodes):
+        needed_by[node] = {node}.intersection(results).union(*(needed_by[user] for user in node.users))
+    return needed_by
 
 
 def _seconds(node: Node) -> float:

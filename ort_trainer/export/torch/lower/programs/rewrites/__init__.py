@@ -6,7 +6,9 @@ from collections.abc import Callable, Collection
 
 import torch
 
+from ....fx.values import runs_on_cpu
 from ..masks import open_masks
+from .attention import drop_plain_masks
 from .cross_entropy import fuse_cross_entropy
 from .gelu import fuse_gelu
 from .halves import widen_products
@@ -26,11 +28,14 @@ _REWRITES: tuple[Callable[..., None], ...] = (
 )
 # Inductor can't look into the operators that these insert, so it would fuse less.
 _NOT_FOR_LOOPS = (use_onednn, fuse_cross_entropy)
+# Made for the CPU, or read values, for which other devices would have to wait.
+_FOR_CPU = (fuse_linear_cross_entropy, widen_products, use_onednn, fuse_cross_entropy)
 
 
 def rewrite_forward(graph: torch.fx.Graph) -> None:
     """Speeds up a graph before it is differentiated, in place."""
     drop_needless_casts(graph)
+    drop_plain_masks(graph)
     fuse_gelu(graph)
 
 
@@ -45,8 +50,9 @@ def rewrite(
         divided: Whether the graph will be divided into forward and backward pass.
         unfetched: Places of results that are probably not fetched.
     """
+    left_out = (*(_NOT_FOR_LOOPS if compiled else ()), *(() if runs_on_cpu(graph) else _FOR_CPU))
     for function in _REWRITES:
-        if compiled and function in _NOT_FOR_LOOPS:
+        if function in left_out:
             continue
         if function is not fuse_linear_cross_entropy:
             function(graph)
