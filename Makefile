@@ -16,12 +16,15 @@ JS := js
 BROWSER := examples/browser
 CHROMIUM ?= /usr/bin/chromium
 PORT ?= 8000
+# What `make gpu` runs with, and where it writes.
+GPU_PYTHON ?= python3
+GPU := $(CURDIR)/build/gpu
 # Linters and tests, in two workers, with a page at the end; docs/contributing.md says which command runs what.
 RUN := $(BIN)/python -m tests.harness.run
 # The tests of a second run find the graphs of the first one, as far as neither model nor package have changed.
 quick test: export ORT_TRAINER_CACHE := $(CURDIR)/build/exports
 
-.PHONY: setup setup-stock setup-legacy demo browser browser-build quick test everything reach flakes mutants matrix fuzz soak
+.PHONY: setup setup-stock setup-legacy demo browser browser-build quick test everything reach flakes mutants matrix gpu fuzz soak
 .PHONY: test-js build-c test-c test-browser dist dist-test audit lint format torture bench fidelity operators onnx-operators onnx-round-trips recipes docs site clean
 
 # The stamp depends on what is installed, so that a changed constraint triggers a new installation. An environment that
@@ -111,6 +114,14 @@ mutants: setup
 # Hundreds of kills, tens of thousands of steps, of which memory is measured: a quarter of an hour.
 torture: setup
 	$(BIN)/python -m pytest -m torture
+
+# On a bare machine with a GPU and PyTorch for it: tests against PyTorch there, and then the measurements of docs/gpu.md.
+# WHEELS is a folder with the packages that the machine lacks; nothing is downloaded. Nine minutes.
+gpu:
+	rm -rf $(GPU) && mkdir -p $(GPU)/site
+	test -z "$(WHEELS)" || $(GPU_PYTHON) -m pip install --quiet --no-index --no-deps --target $(GPU)/site $(WHEELS)/*.whl
+	PYTHONPATH=$(GPU)/site:$(CURDIR) $(GPU_PYTHON) -m pytest -q -p no:cacheprovider -m gpu -n 8 tests/gpu
+	PYTHONPATH=$(GPU)/site:$(CURDIR) $(GPU_PYTHON) benchmarks/gpu.py --out $(GPU)/results.json
 
 # Draws models, and trains them here and in PyTorch; CASE=... repeats one case. What differs becomes a script in build/fuzz.
 fuzz: setup

@@ -63,9 +63,9 @@ def assert_close(ours: torch.Tensor, theirs: torch.Tensor, relative: float, what
     """Compares two tensors by the norm of their difference, so that elements near zero do not matter."""
     assert ours.shape == theirs.shape and ours.dtype == theirs.dtype, what
     if not theirs.is_floating_point():
-        assert torch.equal(ours, theirs), what
+        assert torch.equal(ours.to(theirs.device), theirs), what
         return
-    difference = (ours.double() - theirs.double()).norm().item()
+    difference = (ours.to(theirs.device).double() - theirs.double()).norm().item()
     assert difference <= relative * max(theirs.double().norm().item(), 1e-3), f"{what}: {difference}"
 
 

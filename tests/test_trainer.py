@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 from typing import Any
 
 import onnx
@@ -207,7 +206,7 @@ class NoForwardName(nn.Module):
         (
             {"options": ORTTrainerOptions({"device": {"id": "cuda"}})},
             ValueError,
-            "device.id 'cuda' was asked for, but CUDA is not available.*set device.id to 'cpu'",
+            "device.id 'cuda' was asked for, but PyTorch .* sees no CUDA device: set device.id to 'cpu'",
         ),
     ],
 )
@@ -387,17 +386,6 @@ def test_integer_parameters_are_left_alone() -> None:
     loss, _ = trainer.train_step(X, Y)
     torch.testing.assert_close(loss, expected)
     assert torch.equal(trainer.state_dict(pytorch_format=True)["offset"], torch.arange(8))
-
-
-def test_default_device_falls_back_to_the_cpu(caplog: pytest.LogCaptureFixture) -> None:
-    if torch.cuda.is_available():
-        pytest.skip("CUDA is available")
-    with caplog.at_level(logging.INFO, logger="ort_trainer"):
-        mlp_trainer()
-        mlp_trainer({"device": {"id": "cpu"}})
-    assert [r.message for r in caplog.records].count(
-        "no CUDA device in both ONNX Runtime and PyTorch: training runs on the CPU"
-    ) == 1
 
 
 def test_memory_limit_is_for_cuda() -> None:

@@ -60,6 +60,7 @@ def _run(args: argparse.Namespace) -> int:
         "packages": _packages(),
         "engine": _attempt(_engine),
         "can train": _attempt(_abilities),
+        "runs on": _attempt(_devices),
         "processors": _attempt(_processors),
         "cache of exports": _attempt(_cache),
         "variables": {name: value for name, value in sorted(os.environ.items()) if _is_of_interest(name)},
@@ -163,6 +164,21 @@ def _abilities() -> dict[str, str]:
 
     asked = {"PyTorch and ONNX models": models, "exported artifacts": artifacts}
     return {what: str(_attempt(ask)).replace("not known:", "no:") for what, ask in asked.items()}
+
+
+def _devices() -> dict[str, str]:
+    """Returns what each part runs on, if options and the model leave it open."""
+    from ..engine.devices import resolve_device
+    from ..engine.ort import lacks_provider
+
+    device = resolve_device(None)
+    lacking = lacks_provider(device)
+    return {
+        "training": f"PyTorch's kernels on {device}",
+        "evaluation": f"{'PyTorch' if lacking else 'ONNX Runtime'}'s kernels on {device}",
+        "utils.kernels 'onnxruntime'": f"no: {lacking}" if lacking else f"ONNX Runtime's kernels on {device}",
+        "exported artifacts": "ONNX Runtime's kernels on cpu",
+    }
 
 
 def _processors() -> dict[str, Any]:

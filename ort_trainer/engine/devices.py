@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 
-__all__ = ["as_default_generator", "default_generator", "derived_state", "resolve_device"]
+__all__ = ["as_default_generator", "default_generator", "resolve_device"]
 
 
 def resolve_device(
@@ -69,12 +68,6 @@ def default_generator(device: torch.device) -> torch.Generator:
     if not hasattr(module, "default_generators"):
         return module._get_default_mps_generator()  # type: ignore[no-any-return]
     return module.default_generators[device.index or 0]  # type: ignore[no-any-return]
-
-
-def derived_state(state: bytes, device: torch.device, number: int = 0) -> torch.Tensor:
-    """Returns the state of a generator on a device, seeded with a hash of another state and a number."""
-    digest = hashlib.sha256(state + number.to_bytes(8, "little")).digest()
-    return torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "little")).get_state()
 
 
 @contextlib.contextmanager

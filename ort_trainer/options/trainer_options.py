@@ -66,6 +66,12 @@ class _OptionsValidator(
     def _normalize_coerce_device_name(self, value: Any) -> Any:
         return str(value) if isinstance(value, torch.device) else value
 
+    def _check_with_device(self, field: str, value: Any) -> None:
+        try:
+            torch.device(value)
+        except RuntimeError:
+            self._error(field, "must be a device of PyTorch, such as 'cpu', 'cuda' or 'cuda:1'")
+
     def _normalize_coerce_path(self, value: Any) -> Any:
         return os.fsdecode(value) if isinstance(value, os.PathLike) else value
 

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 import torch
 
-from ..engine.devices import derived_state
 from .bfloat16 import array_of, tensor_of
 from .state import Array
 
-__all__ = ["Differences", "compare_keys"]
+__all__ = ["Differences", "compare_keys", "derived_state"]
 
 # Bytes of the states of PyTorch's random generators, by kind of device.
 _STATE_SIZES = {"cpu": 5056, "cuda": 16, "xpu": 16}
@@ -118,3 +118,9 @@ def compare_keys(expected: Iterable[str], actual: Iterable[str], strict: bool, w
     differences = Differences(strict)
     differences.compare_keys(expected, actual, where)
     differences.check()
+
+
+def derived_state(state: bytes, device: torch.device, number: int = 0) -> torch.Tensor:
+    """Returns the state of a generator on a device, seeded with a hash of another state and a number."""
+    digest = hashlib.sha256(state + number.to_bytes(8, "little")).digest()
+    return torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "little")).get_state()

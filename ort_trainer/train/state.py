@@ -15,10 +15,10 @@ import torch
 from ..core.errors import DistributedError, shown, warn
 from ..core.interrupts import uninterrupted
 from ..core.optimizer_keys import STEP, UPDATE_COUNT
-from ..engine.devices import derived_state
 from ..optim.parts import Named
 from ..optim.torch_optimizer import TorchOptimizerConfig
 from ..state.bfloat16 import array_of, tensor_of
+from ..state.differences import derived_state
 from ..state.state import Array, State
 from ..state.state_dict import LOSSES, read, to_state_dict
 from .strategy import Meeting, Strategy, check_done, together

@@ -29,6 +29,9 @@ def test_what_is_installed(run: Run) -> None:
     assert found["engine"]["distribution"] == ("onnxruntime-training-cpu" if has_training else "onnxruntime")
     assert found["can train"]["PyTorch and ONNX models"] == "yes"
     assert found["can train"]["exported artifacts"] == "yes"
+    if not torch.cuda.is_available():
+        assert found["runs on"]["training"] == "PyTorch's kernels on cpu"
+        assert found["runs on"]["evaluation"] == "ONNX Runtime's kernels on cpu"
     assert found["processors"]["in this machine"] == os.cpu_count()
     assert found["processors"]["threads of torch"] == torch.get_num_threads()
 

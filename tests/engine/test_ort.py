@@ -63,15 +63,8 @@ def test_process_undisturbed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (root.level, root.handlers, sys.path) == before
 
 
-def test_cuda_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tests the choice of CUDA devices without a device."""
-    monkeypatch.setattr(engine, "has_cuda", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    assert engine.resolve_device("cuda", False) == torch.device("cuda", 0)
-    assert engine.resolve_device("cuda:1", True) == torch.device("cuda", 1)
-    with pytest.raises(ValueError, match="device.id 'cuda:2' was asked for, but there are 2 CUDA devices"):
-        engine.resolve_device("cuda:2", True)
+def test_providers_of_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests the settings of CUDA's provider without a device."""
 
     class Stream:
         cuda_stream = 1234

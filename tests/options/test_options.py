@@ -78,7 +78,7 @@ def test_immutable() -> None:
             {"batch": []},
             "batch: must be a dict with any of the keys 'gradient_accumulation_steps' and 'gradient_reduction'",
         ),
-        ({"device": {"id": "gpu:9"}}, "device.id: must be 'cpu', 'cuda' or 'cuda:N', or a torch.device of these"),
+        ({"device": {"id": "gpu:9"}}, "device.id: must be a device of PyTorch, such as 'cpu', 'cuda' or 'cuda:1'"),
         (
             {"mixed_precision": {"dtype": "float8"}},
             "mixed_precision.dtype: must be 'float16' or 'bfloat16', or the torch.dtype of that name .*'float8', str.$",

@@ -85,3 +85,11 @@ def test_errors(args: tuple, kwargs: dict, error: type[Exception], message: str)
 def test_another_device() -> None:
     with pytest.raises(ValueError, match=r"input 'x' is on cpu, but training runs on meta: move it with .to\('meta'\)"):
         bind_batch(DESC, (X, Y, Z), {}, torch.device("meta"))
+
+
+def test_tensors_that_move_are_read_where_they_were() -> None:
+    """The device ``meta`` stands for a GPU, whose values nobody should ask for."""
+    batch = Batch({"x": torch.tensor([3, 1, 2]), "z": torch.ones(2, device="meta")})
+    batch.move(torch.device("meta"))
+    assert {value.device.type for value in batch.values()} == {"meta"} and list(batch.on_host) == ["x"]
+    assert batch.extremes("x", None) == (1, 3) and batch.array("x").tolist() == [3, 1, 2]

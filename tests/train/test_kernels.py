@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
+import onnxruntime
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,7 +15,9 @@ from torch.utils.checkpoint import checkpoint
 
 from ort_trainer import ORTTrainer, ORTTrainerOptions, optim
 from ort_trainer.core.errors import ExportError
-from ort_trainer.export.torch import model as torch_model
+from ort_trainer.engine.ort import has_cuda
+from ort_trainer.export.torch.lower.onnx.kernels import OnnxRuntimeKernels
+from ort_trainer.export.torch.model import TorchSource
 from ort_trainer.options import ModelDescription
 
 from ..helpers import MLP, MLP_DESC, assert_close, assert_same_weights, mlp_batches, mlp_trainer
@@ -227,14 +231,24 @@ def test_twenty_steps_as_pytorch() -> None:
     assert_same_weights(ours, reference, 1e-4)
 
 
-def test_where_training_runs_on_cuda_pytorchs_kernels_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As far as this can be tested without CUDA: the choice depends on the training device, where the model need not
-    be."""
-    monkeypatch.setattr(torch_model, "has_cuda", lambda: True)
-    options = ORTTrainerOptions({"device": {"id": "cuda"}, "utils": {"kernels": "pytorch"}})
-    source = torch_model.TorchSource(MLP(), F.cross_entropy, optim.SGDConfig(), options)
-    with pytest.raises(ValueError, match="utils.kernels is 'pytorch', but training does not run on the CPU"):
-        source.builder(ModelDescription(MLP_DESC))
+@pytest.mark.parametrize(
+    ("kernels", "message"),
+    [("onnxruntime", "ONNX Runtime .* lacks CUDAExecutionProvider"), ("compiled", "compiled loops run on the CPU")],
+)
+def test_kernels_that_a_gpu_lacks_are_refused(kernels: str, message: str) -> None:
+    """As far as this can be tested without CUDA; PyTorch's kernels run there."""
+    if has_cuda():
+        pytest.skip("ONNX Runtime has kernels for the GPU")
+    for name in (kernels, "pytorch", "auto"):
+        options = ORTTrainerOptions({"device": {"id": "cuda"}, "utils": {"kernels": name}})
+        source = TorchSource(MLP(), F.cross_entropy, optim.SGDConfig(), options)
+        if name != kernels:
+            source.builder(ModelDescription(MLP_DESC))
+            continue
+        with pytest.raises(
+            ValueError, match=f"utils.kernels is '{kernels}', but {message}.*, and training runs on cuda"
+        ):
+            source.builder(ModelDescription(MLP_DESC))
 
 
 class FlatAndBack(nn.Module):
@@ -268,3 +282,28 @@ def test_sizes_that_pytorch_reads_from_strides_are_translated() -> None:
         for parameter, gradient in zip(model.parameters(), gradients, strict=True):
             parameter.data -= 0.1 * gradient
     assert len(ours.session.graphs(True)) == 1
+
+
+def test_where_onnx_runtime_lacks_the_device_evaluation_runs_on_pytorchs_kernels(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As on a GPU for which ONNX Runtime has no provider; files are written for any device."""
+    monkeypatch.setattr(OnnxRuntimeKernels, "objection", lambda *_: "there is no provider")
+    model, (batch, *_) = MLP(dropout=0.5), mlp_batches(1)
+    ours = mlp_trainer(model=model)
+    ours.train_step(*batch)
+    loss, logits = ours.eval_step(*batch)
+    model.eval()
+    assert_close(logits, model(batch[0]).detach(), 1e-5, "logits")
+    assert_close(loss, F.cross_entropy(logits, batch[1]), 1e-5, "loss")
+    assert torch.equal(ours.predict(batch[0]), logits), "the label is not needed"
+    assert all(step.programs is not None for step in ours.loop.started().graphs(False))
+    ours.save_as_onnx(tmp_path / "model.onnx")
+    session = onnxruntime.InferenceSession(tmp_path / "model.onnx")
+    written = session.run(["logits"], {"x": batch[0].numpy(), "label": batch[1].numpy()})[0]
+    assert_close(torch.from_numpy(written), logits, 1e-5, "the file's logits")
+
+
+def test_cuda_graphs_are_refused_on_the_cpu() -> None:
+    with pytest.raises(ValueError, match="utils.cuda_graphs is 'on', but training runs on cpu: set it to 'auto'"):
+        mlp_trainer({"utils": {"cuda_graphs": "on"}, "device": {"id": "cpu"}})

@@ -410,3 +410,19 @@ def test_a_tied_weight_with_two_values_is_refused() -> None:
     state["b.weight"] = state["b.weight"] + 1
     with pytest.raises(ValueError, match="different values for 'a.weight' and 'b.weight', which are tied in the model"):
         trainer.load_state_dict(state)
+
+
+@pytest.mark.parametrize("size", [16, 5056])
+def test_the_random_state_of_another_device_gives_other_numbers(size: int, trained: ORTTrainer) -> None:
+    """That of CUDA has 16 bytes, that of the CPU 5056; what is no generator's is refused."""
+    state = trained.state_dict()
+    own = state["random"]
+    state["random"] = np.arange(size, dtype=np.uint8) if size != len(own) else own
+    first, second = fresh(), fresh()
+    first.load_state_dict(state)
+    second.load_state_dict(state)
+    assert np.array_equal(first.state_dict()["random"], second.state_dict()["random"])
+    assert np.array_equal(first.state_dict()["random"], own) == (size == len(own))
+    state["random"] = np.zeros(40, np.uint8)
+    with pytest.raises(ValueError, match="is not a state of a random generator on cpu"):
+        fresh().load_state_dict(state)

@@ -144,3 +144,13 @@ def test_memory_is_free_as_soon_as_nothing_needs_it() -> None:
         (result,) = run(given)
     assert torch.equal(result, torch.full((1000,), 21.0)) and not given
     assert alive == [2] * 21, "the input too is freed"
+
+
+def test_new_tensors_are_made_on_the_device_of_the_step() -> None:
+    sum_of_both = "aten.add.Tensor", [{"v": 0}, {"v": 1}], {}
+    steps = [("aten.arange.default", [4], {}), ("aten.full.default", [[4], 2.0], {}), sum_of_both]
+    found = Program([], {}, steps, [(2, None)])  # type: ignore[arg-type]
+    call = [LoadedCall("node", found, [], ["y"])]
+    (here,) = compiled(call, [], ["y"])([])
+    (there,) = compiled(call, [], ["y"], device=torch.device("meta"))([])
+    assert here.tolist() == [2.0, 3.0, 4.0, 5.0] and there.device.type == "meta" and there.shape == (4,)

@@ -25,6 +25,7 @@ class Condition:
         # Kinds of terms of which there are hundreds: one call checks all of them.
         self._empty: list[Mapping[str, Any]] = []
         self._typed: dict[int, Any] = {}
+        self._described: dict[int, Any] = {}
 
     def attributes_of(self, kind: type) -> str:
         """Returns a name for the attributes of a class, always the same one."""
@@ -37,6 +38,12 @@ class Condition:
             name = self._names[id(value)] = f"o{len(self._names)}"
             self._objects[name] = value
         return name
+
+    def is_new(self, value: Any) -> bool:
+        """Returns whether an object is asked about for the first time: its contents need terms only once."""
+        count = len(self._described)
+        self._described[id(value)] = value
+        return len(self._described) > count
 
     def add(self, term: str) -> None:
         """Adds a term, which may contain names of objects."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import sys
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -292,6 +293,9 @@ def _add_place(condition: Condition, owner: Any, step: Access) -> None:
 
 def _add_contents(condition: Condition, value: Any) -> None:
     """Adds that an object was not changed in place, as far as graphs depend on it."""
+    # Every layer of a model may read the same configuration. What is imported has no effect by itself.
+    if value is sys.modules or not condition.is_new(value):
+        return
     if isinstance(value, torch.Tensor):
         if value.layout is torch.strided:
             condition.add(f"{condition.name(value)}.shape == {condition.name(value.shape)}")

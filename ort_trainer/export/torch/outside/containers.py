@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, deque
+from operator import is_
 from typing import Any
 
 __all__ = ["CHANGEABLE", "copied", "has_same_parts", "refill"]
@@ -38,13 +39,9 @@ def has_same_parts(container: Any, contents: Any) -> bool:
     if isinstance(container, set):
         return set(map(id, container)) == set(map(id, contents))
     now = container if type(container) in _BASES else copied(container)
-    return all(map(_is, now, contents)) and (
-        not isinstance(now, dict) or all(map(_is, now.values(), contents.values()))
+    return all(map(is_, now, contents)) and (
+        not isinstance(now, dict) or all(map(is_, now.values(), contents.values()))
     )
-
-
-def _is(first: Any, second: Any) -> bool:
-    return first is second
 
 
 def _base_of(container: Any) -> Any:

@@ -6,6 +6,7 @@ import array
 import contextvars
 import enum
 import functools
+import sys
 import types
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Hashable, Iterator
@@ -73,6 +74,8 @@ def frozen(value: Any, depth: int = 0) -> Hashable:
         return kind, str(value.dtype), value.shape, objects
     if isinstance(value, numpy.generic):
         return kind, str(value.dtype), value.tobytes()
+    if value is sys.modules:  # an import elsewhere has no effect by itself
+        return kind, id(value)
     if isinstance(value, (dict, list, tuple, deque, set, frozenset)):
         return _frozen_container(value, depth + 1)
     if isinstance(value, functools.partial):

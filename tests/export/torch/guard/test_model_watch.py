@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import signal
+import sys
 import threading
 from collections.abc import Callable
 
@@ -341,3 +342,34 @@ def test_settings_of_a_loss_module_have_their_effect() -> None:
         expected = loss_fn(copy.deepcopy(model)(x), y).detach()
         assert_close(trainer.train_step(x, y), expected, 1e-5, "loss")
     assert len(trainer.session.graphs(True)) == 2
+
+
+class Configured(nn.Module):
+    """A layer that reads a configuration, which is the same object for all layers, and what is imported."""
+
+    def __init__(self, settings: dict[str, float]) -> None:
+        super().__init__()
+        self.layer, self.settings = nn.Linear(8, 8), settings
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) * self.settings["scale"] if "math" in sys.modules else x
+
+
+def test_what_all_layers_share_is_compared_once_and_imports_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = {"scale": 1.0, **{f"other{number}": 0.0 for number in range(100)}}
+    model = nn.Sequential(*(Configured(settings) for _ in range(6)), nn.Linear(8, 3))
+    trainer = ORTTrainer(model, "auto", optim.SGDConfig(lr=0.1), loss_fn=F.cross_entropy)
+    batch = torch.randn(4, 8), torch.randint(0, 3, (4,))
+    trainer.train_step(*batch)
+    compared: list[int] = []
+    unchanged = trainer.loop.source._guard._reads._unchanged  # type: ignore[attr-defined]
+    same_parts = unchanged.__globals__["has_same_parts"]
+    monkeypatch.setitem(
+        unchanged.__globals__, "has_same_parts", lambda now, then: compared.append(len(now)) or same_parts(now, then)
+    )
+    monkeypatch.setitem(sys.modules, "imported_meanwhile", sys)
+    loss = trainer.train_step(*batch)[0]
+    assert compared.count(len(settings)) == 1 and max(compared) < len(sys.modules) - 1
+    settings["scale"] = 0.5
+    assert trainer.train_step(*batch)[0] != loss
+    assert len(trainer.loop.started().graphs(True)) == 2

@@ -204,3 +204,37 @@ def test_edges_go_through_as_in_pytorch(name: str, monkeypatch: pytest.MonkeyPat
                         # Sums of products may begin with a zero of either sign.
                         what = f"gradient of {parameter} for {edge} in {where}"
                         assert_same_edges(own.grad + 0.0, its.grad + 0.0, relative, what)
+
+
+def _attention(mask: Callable[[int], torch.Tensor], width: int = 5) -> Function:
+    """Returns attention of rows to each other, with a mask for their number."""
+    return lambda x: F.scaled_dot_product_attention(*[x.reshape(1, 1, -1, width)] * 3, mask(x.shape[0]))
+
+
+def _count(size: int) -> torch.Tensor:
+    return torch.arange(size) + 0
+
+
+PLAIN_MASKS: dict[str, Callable[[int], torch.Tensor]] = {
+    "true": lambda n: (_count(n)[None, None, :, None] >= 0).expand(1, 1, n, n),
+    "causal": lambda n: (_count(n)[None, None, None, :] <= _count(n)[None, None, :, None]).expand(1, 1, n, n),
+    "causal, the other way round": lambda n: _count(n)[None, None, :, None] >= _count(n)[None, None, None, :],
+}
+OTHER_MASKS: dict[str, Callable[[int], torch.Tensor]] = {
+    "from the second on": lambda n: ((_count(n) - 1)[None, None, None, :] >= 0).expand(1, 1, n, n),
+    "anti-causal": lambda n: _count(n)[None, None, None, :] >= _count(n)[None, None, :, None],
+    "one further": lambda n: _count(n)[None, None, None, :] <= (_count(n) + 1)[None, None, :, None],
+    "without the first": lambda n: (_count(n)[None, None, :, None] >= 0) & (_count(n)[None, None, None, :] > 0),
+}
+
+
+@pytest.mark.parametrize("name", PLAIN_MASKS)
+def test_a_mask_that_is_true_or_causal_is_gone(name: str) -> None:
+    calls = trained(_attention(PLAIN_MASKS[name]))
+    assert calls["aten._scaled_dot_product_flash_attention_for_cpu.default"] == 1
+    assert not {"aten.arange.default", "aten.where.self"} & calls.keys()
+
+
+@pytest.mark.parametrize("name", OTHER_MASKS)
+def test_another_mask_stays(name: str) -> None:
+    assert "aten.arange.default" in trained(_attention(OTHER_MASKS[name]))
