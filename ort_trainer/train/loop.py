@@ -97,8 +97,9 @@ class TrainingLoop:
         self.graphs = StepGraphs(
             source, model_desc, device, options.tolerates, self._graph_built, self._rebound, draws_as_pytorch
         )
-        self.window = AccumulationWindow(options.batch.gradient_accumulation_steps, options.batch.gradient_reduction)
-        self.precision = choose_precision(options.mixed_precision)
+        self.precision, batch = choose_precision(options.mixed_precision), options.batch
+        is_scaled = self.precision.scaler is not None
+        self.window = AccumulationWindow(batch.gradient_accumulation_steps, batch.gradient_reduction, is_scaled)
         self.rates = learning_rates(config, options.lr_scheduler)
         self.strategy = Strategy() if strategy is None else strategy
         self.info = TrainStepInfo(config)

@@ -42,6 +42,9 @@ def in_a_loop(program: Any, module: Any) -> dict[str, Any]:
         if step not in program.UPDATES:
             continue
         scaler.unscale_(optimizer)
+        for parameter in program.model.parameters() if program.UPDATES[step] != 1.0 else ():
+            if parameter.grad is not None:
+                parameter.grad.mul_(program.UPDATES[step])
         if program.CLIP:
             torch.nn.utils.clip_grad_norm_(program.model.parameters(), program.CLIP)
         if program.CLIP_VALUE:
@@ -217,7 +220,7 @@ def own_loop(program: Any) -> dict[str, Any]:
         if step in program.UPDATES:
             for parameter in program.model.parameters():
                 if parameter.grad is not None:
-                    parameter.grad.mul_(program.FACTORS[step])
+                    parameter.grad.mul_(program.FACTORS[step] * program.UPDATES[step])
             trainer.optimizer_step()
             program.model.zero_grad()
     return trained(program, trainer, losses)
