@@ -231,7 +231,7 @@ class TrainingLoop:
         if self._verifier is not None and training and backward:
             self._verifier.check_comparable(plan.runner.step)
         if plan.indices and self._checks_indices:
-            check_indices(plan.indices, batch.array, lambda: plan.sizes, batch.extremes)
+            self._check_indices(plan, batch)
         if self._padding is not None and training and backward:
             executor, padding = self._executor, self._padding
             assert executor is not None
@@ -369,6 +369,10 @@ class TrainingLoop:
         with Transaction(self, joint=False) as transaction:
             return self._step(transaction, plan, batch, weight, updates=False)
 
+    def _check_indices(self, plan: Plan, batch: Batch) -> None:
+        """Raises an IndexError if a value of the batch that the plan uses as an index is out of range."""
+        check_indices(plan.indices, batch.array, lambda: plan.sizes, batch.extremes)
+
     def _on_its_branch(
         self,
         run: Callable[[Plan], Result],
@@ -392,6 +396,7 @@ class TrainingLoop:
 
         Raises:
             ValueBranchError: If there are too many such graphs, or the branches differ from those of PyTorch's run.
+            IndexError: If ONNX Runtime fails at an index out of range, which was not checked before.
             Exception: What the model raises for this batch.
         """
         executor, is_new, refused = self._executor, False, []
@@ -403,6 +408,15 @@ class TrainingLoop:
                 refused.append(plan.runner.whole)
                 if is_new or len(refused) == _MAXIMUM_BRANCHES:
                     raise
+            except RuntimeError as error:
+                if plan.runner.step.programs is None and not self._checks_indices:
+                    # ONNX Runtime names neither the input nor, for some operators, the value.
+                    try:
+                        self._check_indices(plan, batch)
+                    except IndexError as found:
+                        advice = "with debug.check_indices True, such a value is found before the run"
+                        raise IndexError(f"{found}. Nothing has changed; {advice}") from error
+                raise
             if transaction is not None:
                 transaction.undo()
             unfetched = {*plan.runner.step.assumptions, *plan.runner.step.left}
