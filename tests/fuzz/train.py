@@ -5,7 +5,6 @@ A stand-alone script contains the text of these functions.
 
 from __future__ import annotations
 
-import copy
 import itertools
 import tempfile
 from collections.abc import Callable
@@ -149,7 +148,7 @@ def described(program: Any) -> dict[str, Any]:
     args, kwargs = called(program, 0, program.batch(0))
     loss_fn = None if program.IN_FORWARD else program.loss_fn
     with torch.random.fork_rng([]):
-        trainer = ORTTrainer(copy.deepcopy(program.model), "auto", optim.SGDConfig(lr=0.1), loss_fn=loss_fn)
+        trainer = ORTTrainer(program.model, "auto", optim.SGDConfig(lr=0.1), loss_fn=loss_fn)
         trainer.loss_parameters.update(program.parameters(0))
         trainer.loop.graphs.bind(args, kwargs)
     return trainer.model_desc.to_dict()
