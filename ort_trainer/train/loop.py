@@ -98,8 +98,9 @@ class TrainingLoop:
         self.graphs = StepGraphs(
             source, model_desc, device, options.tolerates, self._graph_built, self._rebound, draws_as_pytorch
         )
-        self.window = AccumulationWindow(options.batch.gradient_accumulation_steps, options.batch.gradient_reduction)
-        self.precision = choose_precision(options.mixed_precision)
+        self.precision, batch = choose_precision(options.mixed_precision), options.batch
+        is_scaled = self.precision.scaler is not None
+        self.window = AccumulationWindow(batch.gradient_accumulation_steps, batch.gradient_reduction, is_scaled)
         self.rates = learning_rates(config, options.lr_scheduler)
         self.strategy = Strategy() if strategy is None else strategy
         self.info = TrainStepInfo(config)
@@ -231,10 +232,7 @@ class TrainingLoop:
         if self._verifier is not None and training and backward:
             self._verifier.check_comparable(plan.runner.step)
         if plan.indices and self._checks_indices:
-            indices = plan.indices
-            if self.device.type != "cpu":  # to read values there would wait for the device, whose kernels check them
-                indices = tuple(entry for entry in indices if entry[0].input in batch.on_host)
-            check_indices(indices, batch.array, lambda: plan.sizes, batch.extremes)
+            self._check_indices(plan, batch)
         if self._padding is not None and training and backward:
             executor, padding = self._executor, self._padding
             assert executor is not None
@@ -372,6 +370,13 @@ class TrainingLoop:
         with Transaction(self, joint=False) as transaction:
             return self._step(transaction, plan, batch, weight, updates=False)
 
+    def _check_indices(self, plan: Plan, batch: Batch) -> None:
+        """Raises an IndexError if a value of the batch that the plan uses as an index is out of range."""
+        indices = plan.indices
+        if self.device.type != "cpu":  # to read values there would wait for the device, whose kernels check them
+            indices = tuple(entry for entry in indices if entry[0].input in batch.on_host)
+        check_indices(indices, batch.array, lambda: plan.sizes, batch.extremes)
+
     def _on_its_branch(
         self,
         run: Callable[[Plan], Result],
@@ -395,6 +400,7 @@ class TrainingLoop:
 
         Raises:
             ValueBranchError: If there are too many such graphs, or the branches differ from those of PyTorch's run.
+            IndexError: If ONNX Runtime fails at an index out of range, which was not checked before.
             Exception: What the model raises for this batch.
         """
         executor, is_new, refused = self._executor, False, []
@@ -406,6 +412,15 @@ class TrainingLoop:
                 refused.append(plan.runner.whole)
                 if is_new or len(refused) == _MAXIMUM_BRANCHES:
                     raise
+            except RuntimeError as error:
+                if plan.runner.step.programs is None and not self._checks_indices:
+                    # ONNX Runtime names neither the input nor, for some operators, the value.
+                    try:
+                        self._check_indices(plan, batch)
+                    except IndexError as found:
+                        advice = "with debug.check_indices True, such a value is found before the run"
+                        raise IndexError(f"{found}. Nothing has changed; {advice}") from error
+                raise
             if transaction is not None:
                 transaction.undo()
             unfetched = {*plan.runner.step.assumptions, *plan.runner.step.left}

@@ -31,7 +31,7 @@ class Share(NamedTuple):
 
     Attributes:
         weight: The total weight of its micro-batches; 0 if it has none.
-        unit: The weight to which its gradients are relative: that of its first micro-batch.
+        unit: The weight to which its gradients are relative.
         scale: The loss scale by which its gradients are multiplied.
     """
 
@@ -43,15 +43,18 @@ class Share(NamedTuple):
 class AccumulationWindow:
     """Counts the micro-batches of a window and computes the factors and divisors of their gradients::
 
-        gradients = sum over i of factor_i * gradient_i,    factor_i = scale_0 * weight_i / weight_0
-        update uses gradients / divisor,                    divisor = scale_0 * (sum over i of weight_i) / weight_0
+        gradients = sum over i of factor_i * gradient_i,    factor_i = scale_0 * weight_i / unit
+        update uses gradients / divisor,                    divisor = scale_0 * (sum over i of weight_i) / unit
 
-    For the reduction ``sum``, the divisor is ``scale_0``; except for ``weighted``, all weights are 1.
+    The unit is ``weight_0``, and with a loss scaler ``weight_0 * size``. For the reduction ``sum``, the divisor is
+    ``scale_0`` and the unit 1; except for ``weighted``, all weights are 1.
 
     Args:
         size: Micro-batches per weight update.
         reduction: What the update uses: the ``mean`` or the ``sum`` of the gradients, or their mean ``weighted`` by a
             number given with every micro-batch.
+        scaled: Whether there is a loss scaler, so gradients may overflow. The loss is then divided by the size before
+            the backward pass, as in loops with PyTorch's scaler, so the same gradients overflow.
 
     Attributes:
         micro_batches: The number of micro-batches so far.
@@ -59,8 +62,9 @@ class AccumulationWindow:
         given_size: The size as given; an assigned size overrides it.
     """
 
-    def __init__(self, size: int, reduction: str = "mean") -> None:
+    def __init__(self, size: int, reduction: str = "mean", scaled: bool = False) -> None:
         self.reduction = reduction
+        self._divides_losses = scaled and reduction != "sum"
         self.micro_batches = 0
         self._size = self.given_size = size
         self._assigned = False
@@ -126,15 +130,20 @@ class AccumulationWindow:
             weight: The weight of the micro-batch.
             scale: The current loss scale.
         """
-        return self._scale * weight / self._unit if self.micro_batches else scale
+        unit, scale = (self._unit, self._scale) if self.micro_batches else (self._unit_of(weight), scale)
+        return scale * weight / unit
 
     def add(self, weight: float, scale: float) -> bool:
         """Counts a micro-batch whose gradients were added; returns whether the weights are due for an update."""
         if not self.micro_batches:
-            self._unit, self._scale = weight, scale
+            self._unit, self._scale = self._unit_of(weight), scale
         self.micro_batches += 1
         self._weight += weight
         return self.micro_batches >= self._size
+
+    def _unit_of(self, first: float) -> float:
+        """Returns the unit of a window whose first micro-batch has a weight."""
+        return first * self._size if self._divides_losses else first
 
     @property
     def complete(self) -> bool:

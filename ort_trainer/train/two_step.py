@@ -145,7 +145,10 @@ class TwoStepSession:
         return self._executor.gradients
 
     def present_gradients(self) -> dict[str, torch.Tensor]:
-        """Returns the gradient sums of the window so far, times the loss scale; empty right after an update."""
+        """Returns the gradient sums of the window so far; empty right after an update.
+
+        With a loss scaler they are multiplied by the scale, and those of a mean are divided by the window's size.
+        """
         return self._executor.present_gradients()
 
     @property

@@ -126,7 +126,8 @@ def state():
     return [{state}]
 NAMES, LABELS, KEYWORDS, IN_FORWARD = {names}, {labels}, {keywords}, {in_forward}
 AUTOCAST, SCALER, EVALUATED, BETWEEN, FETCHES, SEED = {autocast}, {scaler}, {evaluated}, {between!r}, {fetches}, {own}
-# New sizes of windows, steps that end with an update, factors of the losses, and the trainer's weights.
+# New sizes of windows, factors of the gradients before each update by its step, those of the losses, and the trainer's
+# weights.
 WINDOWS, UPDATES, FACTORS, WEIGHTS = {windows}
 CLIP, CLIP_VALUE, FLUSHED, DESCRIBED = {clip}, {clip_value}, {flushed}, {described}
 OPTIONS, ONNX = {options}, {onnx}
@@ -215,17 +216,22 @@ def source(recipe: Recipe) -> str:
 
 
 def _windows(options: dict[str, Any], count: int) -> tuple[Any, ...]:
-    """Returns what becomes of the steps: new sizes of windows, those with an update, factors of the losses, weights."""
+    """Returns what becomes of the steps: new sizes of windows, factors of gradients and of losses, weights.
+
+    A loop divides losses by the size of the window, and corrects the gradients of one that has other weights or ends
+    early. This decides what overflows in float16.
+    """
     size, reduction = options.get("accumulation", 1), options.get("reduction", "mean")
-    later, updates = options.get("later", size), []
+    later, updates = options.get("later", size), dict[int, float]()
     weights = [1 + 7 * step % 5 if reduction == "weighted" else 1 for step in range(count)]
     factors: list[float] = []
     sizes = {size: later} if later != size else {}
     while len(factors) < count:
         window = weights[len(factors) : len(factors) + size]
-        factors += [1.0 if reduction == "sum" else weight / sum(window) for weight in window]
+        unit = 1 if reduction == "sum" else window[0] * size
+        factors += [weight / unit for weight in window]
         if len(window) == size or "flushed" in options:
-            updates.append(len(factors) - 1)
+            updates[len(factors) - 1] = 1.0 if reduction == "sum" else unit / sum(window)
         size = later
     return sizes, updates, factors, weights if reduction == "weighted" else []
 

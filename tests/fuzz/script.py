@@ -18,7 +18,7 @@ _SCRIPT = '''"""{title}
 Repeat the case as it was drawn: make fuzz CASE={seed}
 """
 
-import copy, itertools, sys, tempfile, types, warnings
+import itertools, sys, tempfile, types, warnings
 from pathlib import Path
 from unittest import mock
 

@@ -53,6 +53,12 @@ def test_a_case_that_is_trained_as_in_pytorch() -> None:
     assert set(TRAIN) == set(WAYS)
 
 
+def test_a_description_of_a_model_that_can_not_be_copied() -> None:
+    options = (("described", True),)
+    recipe = Recipe(1, layers=SMALL.layers, settings=(("read", "read-only dict", 0),), options=options)
+    assert compare(recipe)["pytorch"].kind == "equal"
+
+
 def test_a_wrong_gradient(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def reduce(self: Strategy, meeting: Any) -> Any:
         return {name: value * 1.01 for name, value in meeting.own.gradients.items()}, meeting.own.share

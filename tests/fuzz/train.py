@@ -5,7 +5,6 @@ A stand-alone script contains the text of these functions.
 
 from __future__ import annotations
 
-import copy
 import itertools
 import tempfile
 from collections.abc import Callable
@@ -42,6 +41,9 @@ def in_a_loop(program: Any, module: Any) -> dict[str, Any]:
         if step not in program.UPDATES:
             continue
         scaler.unscale_(optimizer)
+        for parameter in program.model.parameters() if program.UPDATES[step] != 1.0 else ():
+            if parameter.grad is not None:
+                parameter.grad.mul_(program.UPDATES[step])
         if program.CLIP:
             torch.nn.utils.clip_grad_norm_(program.model.parameters(), program.CLIP)
         if program.CLIP_VALUE:
@@ -146,7 +148,7 @@ def described(program: Any) -> dict[str, Any]:
     args, kwargs = called(program, 0, program.batch(0))
     loss_fn = None if program.IN_FORWARD else program.loss_fn
     with torch.random.fork_rng([]):
-        trainer = ORTTrainer(copy.deepcopy(program.model), "auto", optim.SGDConfig(lr=0.1), loss_fn=loss_fn)
+        trainer = ORTTrainer(program.model, "auto", optim.SGDConfig(lr=0.1), loss_fn=loss_fn)
         trainer.loss_parameters.update(program.parameters(0))
         trainer.loop.graphs.bind(args, kwargs)
     return trainer.model_desc.to_dict()
@@ -217,7 +219,7 @@ def own_loop(program: Any) -> dict[str, Any]:
         if step in program.UPDATES:
             for parameter in program.model.parameters():
                 if parameter.grad is not None:
-                    parameter.grad.mul_(program.FACTORS[step])
+                    parameter.grad.mul_(program.FACTORS[step] * program.UPDATES[step])
             trainer.optimizer_step()
             program.model.zero_grad()
     return trained(program, trainer, losses)

@@ -205,6 +205,13 @@ def test_the_check_can_be_switched_off() -> None:
     counted_from_the_end = torch.where(label == 2, -1, label)
     ours, theirs = (trainer.eval_step(x, given)[0].item() for given in (counted_from_the_end, label))
     assert ours == theirs
+    before = trainer.state_dict()
+    label[1] = 7
+    for step in (trainer.train_step, trainer.forward_backward, trainer.forward, trainer.eval_step):
+        with pytest.raises(IndexError, match=r"'label' has the value 7 at \[1\], .* debug\.check_indices") as caught:
+            step(x, label)
+        assert isinstance(caught.value.__cause__, RuntimeError)  # ONNX Runtime's
+    assert_same_state(trainer.state_dict(), before)
 
 
 @pytest.mark.parametrize(

@@ -201,6 +201,58 @@ def test_accumulation_is_the_mean_in_fp32() -> None:
     assert moved == pytest.approx((1024 + 0.75) / 4, rel=1e-6)
 
 
+@pytest.mark.parametrize("kernels", ["auto", "onnxruntime"])
+@pytest.mark.parametrize(("size", "reduction"), [(2, "mean"), (3, "mean"), (3, "weighted")])
+def test_the_windows_that_overflow_are_grad_scalers(size: int, reduction: str, kernels: str, tmp_path: Any) -> None:
+    """A micro-batch's gradient is the scale, up to twice what fp16 holds, and its share of the mean half or a third."""
+    batch = {"gradient_accumulation_steps": size, "gradient_reduction": reduction}
+    weight = {"gradient_weight": 4} if reduction == "weighted" else {}
+    desc = {"inputs": [("input", ["b", 2]), ("y", ["b", 1])], "outputs": [("loss", [], True)]}
+    model = nn.Linear(2, 1, bias=False)
+    reference, path = copy.deepcopy(model), tmp_path / "inside.ortckpt"
+
+    def loss_of(prediction: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return (prediction.float() * y).sum()
+
+    def make() -> ORTTrainer:
+        scaler = amp.DynamicLossScaler(loss_scale=2.0**16, up_scale_window=2)
+        options = ORTTrainerOptions(fp16(scaler, batch=batch, utils={"kernels": kernels}))
+        return ORTTrainer(model, desc, optim.SGDConfig(lr=0.1), loss_fn=loss_of, options=options)
+
+    trainer = make()
+    sgd = torch.optim.SGD(reference.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16, growth_interval=2)
+    skipped = []
+    for update in range(9):
+        for count in range(1, size + 1):
+            x, y = torch.tensor([[1.0, 0.5]]), torch.ones(1, 1)
+            trainer.train_step(x, y, **weight)
+            with torch.autocast("cpu", torch.float16):
+                loss = loss_of(reference(x), y)
+            scaler.scale(loss / size).backward()
+            if count == 1 and reference.weight.grad.isfinite().all():
+                found = trainer.get_gradient("weight")
+                trainer.set_gradient("weight", found)
+                assert_close(found, reference.weight.grad / scaler.get_scale() * size, 1e-6, "gradient")
+            if count == 1 and update == 1:
+                trainer.save_checkpoint(path)
+                trainer = make()
+                trainer.load_checkpoint(path)
+        before = reference.weight.clone()
+        scaler.step(sgd)
+        scaler.update()
+        sgd.zero_grad()
+        skipped.append(torch.equal(reference.weight, before))
+        assert trainer.train_step_info.all_finite == (not skipped[-1])
+        assert trainer.loss_scaler.loss_scale == scaler.get_scale()
+        assert_close(trainer.get_parameter("weight"), reference.weight.detach(), 1e-6, f"weight after {update}")
+    assert skipped[:2] == [False, False] and 0 < sum(skipped) < 4
+    trainer.train_step(x, y, **weight)  # a window that ends early takes the mean of what it has
+    assert trainer.optimizer_step()
+    expected = reference.weight.detach() - 0.1 * x
+    assert_close(trainer.get_parameter("weight"), expected, 1e-3, "after an incomplete window")
+
+
 def test_cross_precision_loading() -> None:
     half, full = mlp_trainer(fp16()), mlp_trainer()
     batch = mlp_batches(1)[0]

@@ -510,22 +510,21 @@ class TrainingSession(TrainerSession):
         window = loop.window
         if scaler is not None and self._feeds_scale:
             scale = extra[self._scale_name]
-            began = window.factor(1.0, scale)
-            if began != scale:
+            began = window.share().scale
+            if window.micro_batches and began != scale:
                 raise ValueError(
                     f"the loss scale is {scale}, but the accumulation window began with {began}: change it after an "
                     "update"
                 )
             scaler.loss_scale = scale
-        scale = 1.0 if scaler is None else scaler.loss_scale
         plan, batch = loop.bind((inputs,), {}, model_outputs or [parameters.loss_output_name])
         if binding is not None:
             check_binding(binding, plan.runner.step, batch, self._session.gradients, _ALL_FINITE)
         gradients = {name: name.removesuffix("_grad") for name in names if name.endswith("_grad")}
         with uninterrupted():  # the pass and the update are one call here
             results = dict(zip(model_outputs, loop.backward(plan, batch), strict=False))
-            held = self._session.gradients
-            results |= {name: held[weight] / scale for name, weight in gradients.items() if weight in held}
+            held, factor = self._session.gradients, window.factor(1.0, 1.0)
+            results |= {name: held[weight] / factor for name, weight in gradients.items() if weight in held}
             info.all_finite = True
             if may_update and window.complete:
                 if rate is None:

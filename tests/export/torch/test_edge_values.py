@@ -242,6 +242,20 @@ def test_results_of_activations_at_the_edges() -> None:
         assert what is None, f"{ACTIVATIONS[number].__name__}: {what}"
 
 
+@pytest.mark.options(kernels="onnxruntime")
+def test_layer_norm_far_from_zero() -> None:
+    far = 100 + torch.arange(64).reshape(2, 4, 8) % 5 / 4
+    calls = [
+        Call(lambda x: F.layer_norm(x, (768,)), [torch.full((2, 768), 5.3, requires_grad=True)]),
+        Call(lambda x, w: F.layer_norm(x, (8,), w, w, 1e-6), [far.requires_grad_(), torch.rand(8, requires_grad=True)]),
+        Call(lambda x: F.layer_norm(x, (4, 8)), [far]),
+    ]
+    comparison = Comparison(calls)
+    for number, ours in enumerate(comparison.ours()):
+        what = difference(ours, comparison.theirs(number))
+        assert what is None, f"case {number}: {what}"
+
+
 class Failing(torch.nn.Module):
     """Needs the error function in double precision, which ONNX Runtime's CPU provider lacks."""
 

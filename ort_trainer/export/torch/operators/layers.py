@@ -9,7 +9,7 @@ import torch
 from torch._decomp import decomposition_table
 from torch.nn.modules import transformer
 
-from .registry import composite, decomposition, replacement
+from .registry import Value, composite, decomposition, op, replacement, translation
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -80,6 +80,24 @@ def _layer_norm(
     weight, bias = (None if value is None else value.float() for value in (weight, bias))
     output, mean, rstd = aten.native_layer_norm.default(input.float(), normalized_shape, weight, bias, eps)
     return output.to(input.dtype), mean.to(statistics), rstd.to(statistics)
+
+
+@translation(aten.native_layer_norm.default)
+def _centered_layer_norm(
+    input: Value, normalized_shape: Any, weight: Value | None, bias: Value | None, eps: float
+) -> tuple[Value, Value, Value]:
+    """Subtracts the mean first.
+
+    Many versions of ONNX Runtime, 1.19.2 among them, compute the variance as the mean of the squares minus the square
+    of the mean. This is inaccurate where values are far from 0, and may be negative: rows of 768 times 5.3 become NaN.
+    """
+    axis = -len(normalized_shape)
+    mean = op.ReduceMean(input, op.Constant(value_ints=list(range(axis, 0))), keepdims=1)
+    if weight is None:
+        one = op.CastLike(op.Constant(value_floats=[1.0]), input)
+        weight = op.Expand(one, op.Shape(input, start=axis))
+    output, _, rstd = op.LayerNormalization(op.Sub(input, mean), weight, bias, axis=axis, epsilon=eps)
+    return output, mean, rstd
 
 
 @composite(aten._weight_norm.default)
