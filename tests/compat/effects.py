@@ -322,6 +322,7 @@ OPTIONS: dict[str, Effect] = {
     "utils.share_weights": Effect(False, own_weights),
     "utils.random_numbers": Effect("pytorch", masks),
     "utils.kernels": Effect("onnxruntime", graph(lambda g: bool(g.programs))),
+    "utils.cuda_graphs": Effect("on", device),  # refused on the CPU
     "utils.remove_padding": Effect("x", graph(lambda g: bool(g.programs))),  # refused: x is no mask of two sizes
     "utils.moments": Effect("bfloat16", moments),
     "utils.cache_exports": Effect(False, files),
