@@ -44,8 +44,8 @@ OPTIONS: dict[str, list[tuple[Any, str]]] = {
     "batch.gradient_accumulation_steps": [("4", "must be an int"), (0, "must be an int of at least 1")],
     "batch.gradient_reduction": [(1, "must be 'mean', 'sum' or 'weighted'"), ("Mean", "did you mean 'mean'?")],
     "device.id": [
-        (0, "must be 'cpu', 'cuda' or 'cuda:N', or a torch.device"),
-        (torch.device("mps"), "must be 'cpu', 'cuda'"),
+        (0, "must be a device of PyTorch, such as 'cpu', 'cuda' or 'cuda:1' (given: 0"),
+        ("gpu", "must be a device of PyTorch, such as 'cpu', 'cuda' or 'cuda:1'"),
     ],
     "device.mem_limit": [(1.5, "must be an int"), (-1, "must be an int of at least 0")],
     "distributed.world_rank": [(True, "must be an int"), (-1, "must be an int of at least 0")],
@@ -142,6 +142,7 @@ OPTIONS: dict[str, list[tuple[Any, str]]] = {
         ("torch", "did you mean 'pytorch'?"),
         (True, "must be 'auto', 'onnxruntime', 'pytorch' or 'compiled'"),
     ],
+    "utils.cuda_graphs": [(True, "must be 'auto', 'on' or 'off' (given: True, bool)")],
     "utils.remove_padding": [(True, "must be a str")],
     "utils.moments": [
         ("fp32", "did you mean 'float32'?"),
