@@ -80,6 +80,36 @@ def test_training_equals_pytorchs(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         monkeypatch.setenv("CXX", "no-such-compiler")
 
 
+class Transposed(nn.Module):
+    """Normalizes what a loop writes; Inductor would choose a memory order that the kernel does not read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.norm, self.head = nn.Embedding(20, 4), nn.GroupNorm(2, 4), nn.Linear(4, 20)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        h = self.embedding(tokens)
+        h = (h - h.mean(-1, keepdim=True)) / (h.std(-1, keepdim=True) + 0.2)
+        logits: torch.Tensor = self.head(self.norm(h.transpose(1, 2)).transpose(1, 2))
+        return logits.transpose(1, 2)
+
+
+@needs_compiler
+def test_a_kernel_that_ignores_strides_gets_those_of_the_graph() -> None:
+    torch.manual_seed(1)
+    model = Transposed()
+    expected = copy.deepcopy(model)
+    optimizer, ours = torch.optim.SGD(expected.parameters(), lr=0.1), trainer(model)
+    for size in (4, 3):
+        tokens = batch(size)
+        optimizer.zero_grad()
+        loss = F.cross_entropy(expected(tokens), tokens)
+        loss.backward()
+        optimizer.step()
+        assert_close(ours.train_step(tokens, tokens), loss.detach(), 1e-5, "loss")
+    assert_same_weights(ours, expected, 1e-4)
+
+
 @needs_compiler
 def test_fast_masks_are_those_of_programs() -> None:
     found = []

@@ -253,6 +253,51 @@ def test_the_windows_that_overflow_are_grad_scalers(size: int, reduction: str, k
     assert_close(trainer.get_parameter("weight"), expected, 1e-3, "after an incomplete window")
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("kernels", ["auto", "onnxruntime"])
+def test_what_replaces_an_operator_has_the_dtype_of_autocast(dtype: torch.dtype, kernels: str) -> None:
+    """Autocast computes these operators in fp32; it does not see them in a graph that has others instead."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(6, 6)
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            h = self.fc(x)
+            image = h.reshape(1, 1, 4, 6)
+            volume = h.reshape(1, 1, 2, 3, 4)
+            found = (
+                F.multi_margin_loss(h, torch.tensor([1, 0, 2, 1]), p=2),
+                F.multilabel_margin_loss(h, torch.tensor([[1, 0, -1, 2, 3, 3]] * 4)),
+                F.triplet_margin_loss(h[:1], h[1:2], h[2:3]),
+                torch.cdist(h[:2], h[2:]),
+                F.grid_sample(image, h[:, :2].reshape(1, 2, 2, 2).tanh(), align_corners=False),
+                F.adaptive_avg_pool3d(volume, 2),
+                F.adaptive_max_pool3d(volume, 2),
+                *(F.pad(value, (1, 1) * count, mode="replicate") for count, value in ((1, h), (2, image), (3, volume))),
+                F.pad(h, (1, 1)),
+                F.group_norm(h, 2),
+            )
+            return sum((value.float() ** 2).sum() for value in found), *found
+
+    model = Net()
+    reference = copy.deepcopy(model)
+    mixed = {"enabled": True, "dtype": str(dtype)[6:], "loss_scaler": amp.LossScaler(1.0)}
+    options = ORTTrainerOptions({"mixed_precision": mixed, "utils": {"kernels": kernels}})
+    trainer = ORTTrainer(model, "auto", optim.SGDConfig(lr=0.0), options=options)
+    x = torch.randn(4, 6)
+    loss, *ours = trainer.train_step(x)
+    with torch.autocast("cpu", dtype):
+        expected, *theirs = reference(x)
+    expected.backward()
+    tolerance = 4 * torch.finfo(dtype).eps
+    for number, (a, b) in enumerate(zip([loss, *ours], [expected, *theirs], strict=True)):
+        assert a.dtype == b.dtype, number
+        assert_close(a.float(), b.detach().float(), tolerance, str(number))
+    assert_close(trainer.get_gradient("fc.weight"), reference.fc.weight.grad, 2 * tolerance, "gradient")
+
+
 def test_cross_precision_loading() -> None:
     half, full = mlp_trainer(fp16()), mlp_trainer()
     batch = mlp_batches(1)[0]

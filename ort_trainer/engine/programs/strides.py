@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["with_contiguous_tensors"]
+__all__ = ["IGNORING_STRIDES", "with_contiguous_tensors"]
 
 _Function = Callable[..., Any]
 
@@ -98,3 +98,5 @@ _PREPARE: dict[str, Callable[[tuple[Any, ...]], tuple[Any, ...]]] = {
         _contiguous,
     ),
 }
+IGNORING_STRIDES = tuple(_PREPARE)
+"""The names of these operators, without those of attention."""

@@ -34,6 +34,7 @@ from ..capture.capture import Capture, capturing
 from ..capture.step_module import StepModule, canonical_names
 from ..fx.explain import explain, source_line, way_out
 from ..fx.symbols import SymbolTable
+from ..operators.autocast import as_operator
 from ..operators.registry import Operator, composites
 from ..outside.values import memory_of
 from .cell_loops import roll_up_loops
@@ -153,7 +154,7 @@ def _named(composite: Callable[..., Any], operator: Operator) -> Callable[..., A
     """Wraps a composite in a named function: the graph's code needs a name, but a composite may be any callable."""
 
     def function(*args: Any, **kwargs: Any) -> Any:
-        return composite(*args, **kwargs)
+        return as_operator(operator, composite, *args, **kwargs)
 
     function.__name__ = function.__qualname__ = str(operator).replace(".", "_")
     return function

@@ -72,9 +72,10 @@ for _operator in (
     aten.hardtanh.default,
     aten.leaky_relu.default,
     aten.lerp.Scalar,
-    aten.native_group_norm.default,
 ):
     decomposition(_operator)(_of_dtypes(_operator, torch.float64))
+# Without weights, torch.onnx's translation mixes fp32 and bfloat16.
+decomposition(aten.native_group_norm.default)(_of_dtypes(aten.native_group_norm.default, torch.float64, torch.bfloat16))
 
 
 def _scaled(operator: Any) -> Callable[..., Any]:

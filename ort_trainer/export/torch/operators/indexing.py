@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch._decomp import decompositions
 
+from .autocast import as_operator
 from .elementwise import with_zero_gradient
 from .registry import Size, composite, decomposition, replacement
 
@@ -236,6 +237,10 @@ def _affine_grid(theta: torch.Tensor, size: Sequence[Size], align_corners: bool)
 def _pad(input: torch.Tensor, pad: Sequence[Size], mode: str = "constant", value: float | None = None) -> torch.Tensor:
     if mode != "replicate":
         return aten.pad.default(input, pad, mode, value)  # type: ignore[no-any-return]
+    return as_operator(aten.replication_pad1d.default, _replicated, input, pad)  # type: ignore[no-any-return]
+
+
+def _replicated(input: torch.Tensor, pad: Sequence[Size]) -> torch.Tensor:
     # Indices beyond an edge are clamped to it, axis by axis from the last; pad holds (near, far) in this order.
     for number in range(len(pad) // 2):
         axis, size = -1 - number, input.shape[-1 - number]

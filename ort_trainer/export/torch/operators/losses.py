@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from ....engine.programs import operators  # noqa: F401 - which defines the package's own
+from .autocast import as_operator
 from .registry import composite, decomposition, replacement
 
 aten = torch.ops.aten
@@ -134,6 +135,20 @@ def _triplet_margin_loss(
     reduction: int = 1,
 ) -> torch.Tensor:
     """PyTorch's own composition, with a margin that may be a tensor, as a loss parameter is."""
+    arguments = (anchor, positive, negative, margin, p, eps, swap, reduction)
+    return as_operator(aten.triplet_margin_loss.default, _composed_triplet_margin_loss, *arguments)  # type: ignore[no-any-return]
+
+
+def _composed_triplet_margin_loss(
+    anchor: torch.Tensor,
+    positive: torch.Tensor,
+    negative: torch.Tensor,
+    margin: float | torch.Tensor,
+    p: float,
+    eps: float,
+    swap: bool,
+    reduction: int,
+) -> torch.Tensor:
     near, far = F.pairwise_distance(anchor, positive, p, eps), F.pairwise_distance(anchor, negative, p, eps)
     if swap:
         far = torch.minimum(far, F.pairwise_distance(positive, negative, p, eps))

@@ -20,6 +20,7 @@ from unittest import mock
 
 import torch
 import torch._inductor.decomposition
+import torch._inductor.lowering
 
 from .....core.atomic import temporary_folder
 from .....core.errors import ExportError
@@ -28,6 +29,7 @@ from .....engine.programs.loops import encode
 from .....engine.programs.operators import LIBRARY
 from .....engine.programs.program import GETITEM, LOOPS, Order
 from .....engine.programs.runner import deterministic_kernels
+from .....engine.programs.strides import IGNORING_STRIDES
 from ...fx.values import Node, arguments_of, call, is_integer, is_view, tensors_of
 from ...graph.divide import needed_for, part_of
 
@@ -284,9 +286,16 @@ def _works_in(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _whole(operators: Sequence[torch._ops.OpOverload]) -> Iterator[None]:
-    """Lets Inductor call operators as they are, instead of taking them apart."""
+    """Lets Inductor call operators as they are, instead of taking them apart.
+
+    It gives those that ignore strides tensors with the strides of the graph, and not with others that suit its loops.
+    """
     table = torch._inductor.decomposition.decompositions
-    with mock.patch.dict(table), mock.patch.dict(os.environ):
+    packets = [getattr(aten, name.removeprefix("aten.")) for name in IGNORING_STRIDES if name.startswith("aten.")]
+    overloads = [getattr(packet, name) for packet in packets for name in packet.overloads()]
+    strides = dict.fromkeys((*operators, *overloads), torch._inductor.lowering.constrain_to_fx_strides)
+    constraints = mock.patch.dict(torch._inductor.lowering._maybe_layout_constraints, strides)
+    with mock.patch.dict(table), mock.patch.dict(os.environ), constraints:
         os.environ.pop("CI", None)  # Inductor takes this to be a run of its own tests, which fail for such operators
         for each in operators:
             table.pop(each, None)
