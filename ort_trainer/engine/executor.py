@@ -247,9 +247,6 @@ class Executor:
         """
         step = plan.runner.step
         fresh = self._gradients.begin()
-        overwritten = () if fresh else plan.runner.overwritten(plan)
-        if overwritten:
-            self._gradients.move_out(overwritten)
         results, written = self._run(plan, batch, fresh, loss_scale, check)
         gradients = dict(zip(step.gradients, map(written.__getitem__, step.gradients.values()), strict=True))
         self._gradients.take(gradients, fresh)
@@ -329,6 +326,9 @@ class Executor:
         If the run fails, buffers do not change.
         """
         step = plan.runner.step
+        overwritten = () if fresh else plan.runner.overwritten(plan)
+        if overwritten:
+            self._gradients.move_out(overwritten)
         key = "fresh" if fresh else "add"
         destinations: dict[str, torch.Tensor] = {}
         if self._gradients.stays and key not in plan.bindings:

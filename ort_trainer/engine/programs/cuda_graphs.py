@@ -85,6 +85,8 @@ class Captures:
         if captured is not None:
             return captured.run(others)  # type: ignore[no-any-return]
         count = kept[_RUNS] = kept.get(_RUNS, 0) + 1
+        if self._refused and self._way == "on":
+            raise self._error()
         if self._refused or count < _RUNS_BEFORE or len(self._captured) >= _MOST:
             return function([*state, *others])
         if count == _RUNS_BEFORE:
@@ -124,10 +126,13 @@ class Captures:
     def _refuse(self, why: str) -> None:
         self._refused = why
         if self._way == "on":
-            raise RuntimeError(
-                f"utils.cuda_graphs is 'on', but the step can't be a CUDA graph: {why}; set it to 'auto'"
-            )
+            raise self._error()
         _log.info("steps run without a CUDA graph: %s", why)
+
+    def _error(self) -> RuntimeError:
+        return RuntimeError(
+            f"utils.cuda_graphs is 'on', but the step can't be a CUDA graph: {self._refused}; set it to 'auto'"
+        )
 
 
 @contextlib.contextmanager

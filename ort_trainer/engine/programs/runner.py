@@ -127,7 +127,7 @@ class ProgramRunner(GraphRunner):
         options: Any = None,
     ) -> tuple[dict[str, torch.Tensor], Mapping[str, torch.Tensor]]:
         """Runs the graph once; see the base class. Destinations are not bound: a run writes only those it gets."""
-        values: list[torch.Tensor] = []
+        state, values = [*self._state.values()], []
         for spec in self.step.inputs:
             value = batch[spec.name]  # as_taken() would be a call for each, in each step
             values.append(value.float() if value.dtype is torch.bfloat16 else value)
@@ -139,9 +139,11 @@ class ProgramRunner(GraphRunner):
         with _as_captured(self._device, self._deterministic, generator):
             assert plan.function is not None
             if captures is None:
-                computed = plan.function([*self._state.values(), *values])
+                state += values
+                values.clear()  # the function empties its list, to free random numbers early
+                computed = plan.function(state)
             else:
-                computed = captures.run(plan.bindings, plan.function, [*self._state.values()], values)
+                computed = captures.run(plan.bindings, plan.function, state, values)
         outputs = dict(zip(plan.results, computed, strict=True))
         if CapturedRun in plan.bindings:
             outputs |= {output.name: outputs[output.name].clone() for output in plan.outputs}
