@@ -144,6 +144,12 @@ def test_pytorch_trains_with_every_option() -> None:
             assert compare(recipe) == {}, (name, value)
 
 
+def test_losses_are_not_scaled_to_the_limit_where_kernels_overflow_later() -> None:
+    drawn = [recipe for recipe in map(draw, range(500)) if recipe.dtype == "autocast16"]
+    scalers = {dict(recipe.options).get("scaler") for recipe in drawn if "onnxruntime" in recipe.ways}
+    assert scalers == {"constant"} and len({dict(recipe.options).get("scaler") for recipe in drawn}) > 1
+
+
 def test_a_seed_is_a_case() -> None:
     for seed in range(50):
         recipe = draw(seed)
