@@ -70,6 +70,11 @@ def without_gelu() -> None:
     replace(REWRITES, "fuse_gelu", lambda graph: None)
 
 
+def without_plain_masks() -> None:
+    """Disables the rewrite before differentiation."""
+    replace(REWRITES, "drop_plain_masks", lambda graph: None)
+
+
 def without_reuse() -> None:
     """Allocates separate memory for every result."""
     replace("ort_trainer.export.torch.lower.programs.encode", "find_reuse", lambda node, is_free: None)
@@ -82,6 +87,7 @@ def without_kept_memory() -> None:
 
 LEVERS = {
     "gelu": Lever("rewrite `gelu.py`", ("gpt2",), switch_off=without_gelu),
+    "attention": Lever("rewrite `attention.py`", ("bert", "gpt2"), switch_off=without_plain_masks),
     "views": Lever(
         "rewrite `views.py`", ("mlp", "bert"), switch_off=functools.partial(leave_out, "drop_needless_views")
     ),

@@ -199,15 +199,15 @@ def test_a_steady_step_keeps_its_way_short() -> None:
     """A higher number here needs a reason; a lower one is the new limit."""
     way = importlib.import_module("way").steady_step().counts
     # Two calls look whether a run takes the batch's branches, two more whether inputs can be read by address, and two
-    # keep other threads out.
-    assert way["calls"] <= 75, way
-    assert way["changes of file"] <= 47, way
+    # keep other threads out. Two ask for the unit of a window, and one function checks indices before and after a run.
+    assert way["calls"] <= 78, way
+    assert way["changes of file"] <= 48, way
 
 
 def test_an_export_keeps_its_way_short(monkeypatch: pytest.MonkeyPatch) -> None:
     """As above. The notes of what is read, changed, left and kept outside, the names in code, generators of random
-    numbers, conditions on values, and kinds of kernels have stations."""
+    numbers, conditions on values, masks of attention, and kinds of kernels have stations."""
     monkeypatch.setenv("ORT_TRAINER_CACHE", "off")
     way = importlib.import_module("way").one_export().counts_of_stations
-    assert way["hops"] <= 48, way
-    assert way["files"] <= 41, way
+    assert way["hops"] <= 50, way
+    assert way["files"] <= 43, way

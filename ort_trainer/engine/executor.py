@@ -51,6 +51,7 @@ class Executor:
         providers: The execution providers of ONNX Runtime's sessions with their options, in order of preference.
         variants: Mode -> key of the selected variant of the model, whose graphs are added and run; initially None.
         generator: Draws the random numbers of training.
+        draws_on_device: Whether graphs may draw from the generator themselves; otherwise random numbers are inputs.
         left: The graph that ran last in training mode, and its values for places outside tensors: the outputs
             ``Step.left``.
         present_gradients, used_gradients, hold_gradients, restore_gradients: See ``present``, ``used``, ``hold`` and
@@ -74,6 +75,7 @@ class Executor:
     ) -> None:
         self._cuda_graphs = cuda_graphs
         self._device = torch.device(device)
+        self.draws_on_device = self._device.type != "cpu"
         self._given_options, self._deterministic = given_options, deterministic
         if given_options is not None:
             session_options(given_options, deterministic)  # checks them
@@ -169,10 +171,6 @@ class Executor:
                     runner.rebind(name, tensor)
         for plan in self._plans.values():
             plan.bindings.clear()
-
-    def draws(self, step: Step) -> bool:
-        """Returns whether a run of a graph may advance the generator: on the CPU, random numbers are inputs."""
-        return bool(step.random) or (step.training and self._device.type != "cpu")
 
     def tensor(self, name: str) -> torch.Tensor:
         """Returns a buffer, or a tensor from outside, that graphs may change."""

@@ -130,8 +130,9 @@ class AccumulationWindow:
             weight: The weight of the micro-batch.
             scale: The current loss scale.
         """
-        unit, scale = (self._unit, self._scale) if self.micro_batches else (self._unit_of(weight), scale)
-        return scale * weight / unit
+        if self.micro_batches:
+            return self._scale * weight / self._unit
+        return scale * weight / self._unit_of(weight)
 
     def add(self, weight: float, scale: float) -> bool:
         """Counts a micro-batch whose gradients were added; returns whether the weights are due for an update."""

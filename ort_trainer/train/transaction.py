@@ -74,7 +74,7 @@ class Transaction(uninterrupted):
         self.hold()
         if executor is not None and step is not None:
             info = self._loop.info
-            state = executor.generator.get_state() if executor.draws(step) else None
+            state = executor.generator.get_state() if step.random or executor.draws_on_device else None
             updates = step.buffer_updates
             buffers = {name: executor.tensor(name).clone() for name in updates} if updates else {}
             self._before = executor, info.step, info.all_finite, state, buffers

@@ -16,7 +16,8 @@ from torch.utils.checkpoint import checkpoint
 from ort_trainer import ORTTrainer, ORTTrainerOptions, optim
 from ort_trainer.core.errors import ExportError
 from ort_trainer.engine.ort import has_cuda
-from ort_trainer.export.torch.lower.onnx.kernels import OnnxRuntimeKernels
+from ort_trainer.export.torch import export
+from ort_trainer.export.torch.lower.kinds import PROGRAMS
 from ort_trainer.export.torch.model import TorchSource
 from ort_trainer.options import ModelDescription
 
@@ -288,7 +289,7 @@ def test_where_onnx_runtime_lacks_the_device_evaluation_runs_on_pytorchs_kernels
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """As on a GPU for which ONNX Runtime has no provider; files are written for any device."""
-    monkeypatch.setattr(OnnxRuntimeKernels, "objection", lambda *_: "there is no provider")
+    monkeypatch.setattr(export, "_usable_kinds", lambda *_: [PROGRAMS])
     model, (batch, *_) = MLP(dropout=0.5), mlp_batches(1)
     ours = mlp_trainer(model=model)
     ours.train_step(*batch)

@@ -89,6 +89,8 @@ def _usable_kinds(step: ExportedStep, training: bool, device: torch.device) -> l
     allowed = kinds(step.kernels)
     if not training:
         allowed = [ONNX_RUNTIME, PROGRAMS] if allowed[0].of_pytorch else [ONNX_RUNTIME]
+    if device.type == "cpu":  # all kinds run there
+        return allowed
     # A graph that is written to a file may be for another machine.
     return [kind for kind in allowed if not kind.objection(device)] or allowed[:1]
 
@@ -250,8 +252,9 @@ class _Exporter:
 
     def _fingerprint(self, captured: Capture) -> str:
         step = self._step
-        # Of all kinds that the option allows: an export for another kind than the preferred one has the same key.
-        keys = [kind.key() for kind in kinds(step.kernels)]
+        # Of all kinds that may be tried: an export for another kind than the preferred one has the same key.
+        usable = _usable_kinds(step, self._training, step.device_for(self._sample))
+        keys = [f"{kind.name} {kind.key()}" for kind in usable]
         return fingerprint(captured, self._module, step, self._training, keys)
 
     def _captured_with_counters(self, attempt: Callable[[], Capture], sample: Sequence[torch.Tensor]) -> Capture:
