@@ -17,7 +17,7 @@ from ort_trainer import ORTTrainer, ORTTrainerOptions, optim
 from ort_trainer.core.errors import ExportError
 from ort_trainer.engine.ort import has_cuda
 from ort_trainer.export.torch import export
-from ort_trainer.export.torch.lower.kinds import PROGRAMS
+from ort_trainer.export.torch.lower.kinds import ONNX_RUNTIME, PROGRAMS
 from ort_trainer.export.torch.model import TorchSource
 from ort_trainer.options import ModelDescription
 
@@ -289,7 +289,8 @@ def test_where_onnx_runtime_lacks_the_device_evaluation_runs_on_pytorchs_kernels
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """As on a GPU for which ONNX Runtime has no provider; files are written for any device."""
-    monkeypatch.setattr(export, "_usable_kinds", lambda *_: [PROGRAMS])
+    kinds = {ONNX_RUNTIME.name: [ONNX_RUNTIME]}  # for files
+    monkeypatch.setattr(export, "_usable_kinds", lambda step, *_: kinds.get(step.kernels, [PROGRAMS]))
     model, (batch, *_) = MLP(dropout=0.5), mlp_batches(1)
     ours = mlp_trainer(model=model)
     ours.train_step(*batch)
