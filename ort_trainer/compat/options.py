@@ -38,8 +38,7 @@ _NEW = (
     "mixed_precision.dtype",
     "graph_transformer.allow_layer_norm_mod_precision",
     *(f"utils.{key}" for key in ("max_grad_norm", "max_grad_value", "share_weights", "random_numbers", "kernels")),
-    "utils.cuda_graphs",
-    *("utils.cache_exports", "utils.remove_padding", "utils.moments"),
+    *("utils.cuda_graphs", "utils.cache_exports", "utils.remove_padding", "utils.moments"),
     *(f"debug.{key}" for key in ("check_indices", "max_nonfinite_losses", "verify_every")),
 )
 _LEGACY_OPSET = 14

@@ -67,7 +67,8 @@ def default_generator(device: torch.device) -> torch.Generator:
     module.init()  # creates the generators
     if not hasattr(module, "default_generators"):
         return module._get_default_mps_generator()  # type: ignore[no-any-return]
-    return module.default_generators[device.index or 0]  # type: ignore[no-any-return]
+    index = module.current_device() if device.index is None else device.index
+    return module.default_generators[index]  # type: ignore[no-any-return]
 
 
 @contextlib.contextmanager

@@ -62,8 +62,6 @@ __all__ = [
     "to_ort_value",
 ]
 
-_log = logging.getLogger(__name__)
-
 DOMAINS = ("", "ai.onnx", "ai.onnx.ml", "ai.onnx.training", "ai.onnx.preview.training", "com.microsoft")
 """The built-in operator domains of every ONNX Runtime; operators of other domains come from loaded libraries."""
 

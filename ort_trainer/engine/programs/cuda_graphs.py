@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from ..devices import default_generator
+
 __all__ = ["CapturedRun", "Captures"]
 
 _log = logging.getLogger(__name__)
@@ -61,10 +63,11 @@ class Captures:
 
     Args:
         way: The option ``utils.cuda_graphs``: ``auto`` or ``on``.
+        device: Where the runs are.
     """
 
-    def __init__(self, way: str) -> None:
-        self._way, self._refused = way, ""
+    def __init__(self, way: str, device: torch.device) -> None:
+        self._way, self._device, self._refused = way, device, ""
         self._captured: weakref.WeakSet[CapturedRun] = weakref.WeakSet()
 
     def run(
@@ -92,7 +95,7 @@ class Captures:
         if count == _RUNS_BEFORE:
             return self._tried(function, state, others)
         beside = next(iter(self._captured), None)
-        generator = _default_generator((*state, *others))
+        generator = default_generator(self._device)
         before = generator.get_state()
         try:
             captured = kept[CapturedRun] = CapturedRun(function, state, others, beside)
@@ -113,7 +116,7 @@ class Captures:
         if here:  # a graph would keep the value that it had
             self._refuse(f"{len(here)} of its tensors are on the CPU")
             return function([*state, *others])
-        generator = _default_generator((*state, *others))
+        generator = default_generator(self._device)
         before = generator.get_state()
         try:
             with _no_waiting():
@@ -144,8 +147,3 @@ def _no_waiting() -> Iterator[None]:
         yield
     finally:
         torch.cuda.set_sync_debug_mode(before)
-
-
-def _default_generator(values: Sequence[torch.Tensor]) -> torch.Generator:
-    device = next(value.device for value in values if value.is_cuda)
-    return torch.cuda.default_generators[device.index]

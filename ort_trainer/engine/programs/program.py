@@ -108,9 +108,7 @@ def makes_tensors(target: str) -> bool:
     """Returns whether a step with this target makes a tensor on a device that it must be told."""
     if target in (GETITEM, LOOPS):
         return False
-    library, name, overload = target.split(".")
-    arguments = getattr(getattr(getattr(torch.ops, library), name), overload)._schema.arguments
-    kinds = {argument.name: str(argument.type) for argument in arguments}
+    kinds = {argument.name: str(argument.type) for argument in _overload(target)._schema.arguments}
     return "device" in kinds and not any("Tensor" in kind for kind in kinds.values())
 
 
@@ -135,13 +133,19 @@ def find_operator(target: str) -> Callable[..., Any]:
     """
     if target == GETITEM:
         return operator.getitem
+    # Its own function, not through PyTorch's dispatcher, which takes longer than many of them.
+    called: Any = OWN.get(target, _overload(target))
+    function = with_contiguous_tensors(target.rpartition(".")[0], called)
+    # Only in grad mode does this operator return what its backward operator needs; it has no argument for that.
+    return torch.enable_grad()(function) if target == "aten.mkldnn_rnn_layer.default" else function
+
+
+def _overload(target: str) -> Any:
+    """Returns the operator of PyTorch that a step names; raises as :func:`find_operator`."""
     library, name, overload = target.split(".")
     packet = getattr(getattr(torch.ops, library), name, None) if library in _LIBRARIES else None
     # Only packets of operators: the attributes of any other object could lead anywhere.
     named = getattr(packet, overload, None) if isinstance(packet, torch._ops.OpOverloadPacket) else None
     if not may_call(named):
         raise ValueError(f"{target} is not an operator on tensors of the libraries {_LIBRARIES}")
-    called: Any = OWN.get(target, named)  # not through PyTorch's dispatcher, which takes longer than many of them
-    function = with_contiguous_tensors(f"{library}.{name}", called)
-    # Only in grad mode does this operator return what its backward operator needs; it has no argument for that.
-    return torch.enable_grad()(function) if target == "aten.mkldnn_rnn_layer.default" else function
+    return named

@@ -72,7 +72,9 @@ class ProgramRunner(GraphRunner):
         self._deterministic, self._device = deterministic, memory.device
         assert step.programs is not None
         self.calls, self._constants = loaded(step.programs, memory.device)
-        self._captures = Captures(cuda_graphs) if self._device.type == "cuda" and cuda_graphs != "off" else None
+        self._captures = (
+            Captures(cuda_graphs, self._device) if self._device.type == "cuda" and cuda_graphs != "off" else None
+        )
         self._functions: dict[tuple[str, ...], Callable[..., tuple[torch.Tensor, ...]]] = {}
 
     @functools.cached_property

@@ -11,7 +11,8 @@ import torch
 from ort_trainer.engine.programs import cuda_graphs
 from ort_trainer.engine.programs.cuda_graphs import CapturedRun, Captures
 
-STATE = [torch.ones(2, device="meta")]
+META = torch.device("meta")
+STATE = [torch.ones(2, device=META)]
 
 
 class Graph:
@@ -27,7 +28,7 @@ class Graph:
 @pytest.fixture(autouse=True)
 def _stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_graphs, "CapturedRun", Graph)
-    monkeypatch.setattr(cuda_graphs, "_default_generator", lambda _: torch.Generator())
+    monkeypatch.setattr(cuda_graphs, "default_generator", lambda _: torch.Generator())
     monkeypatch.setattr(cuda_graphs, "_no_waiting", contextlib.nullcontext)
 
 
@@ -36,7 +37,7 @@ def function(values: list[torch.Tensor]) -> tuple[Any, ...]:
 
 
 def test_a_size_is_captured_when_it_comes_for_the_fourth_time_and_at_most_four_are() -> None:
-    captures = Captures("auto")
+    captures = Captures("auto", META)
     plans: list[dict[Any, Any]] = [{} for _ in range(5)]
     runs = [[captures.run(plan, function, STATE, []) for _ in range(5)] for plan in plans]
     assert runs[:4] == [[(1,)] * 3 + [("captured", 1)] * 2] * 4
@@ -57,7 +58,7 @@ def test_what_reads_values_back_is_not_captured(way: str) -> None:
             raise RuntimeError("called a synchronizing CUDA operation")
         return (count,)
 
-    captures, plan = Captures(way), {}
+    captures, plan = Captures(way, META), {}
     with (
         pytest.raises(RuntimeError, match="the step can't be a CUDA graph: an operator reads values back: called")
         if (way == "on")
@@ -70,6 +71,6 @@ def test_what_reads_values_back_is_not_captured(way: str) -> None:
 
 
 def test_a_number_on_the_cpu_would_be_kept_by_a_graph() -> None:
-    captures, plan = Captures("auto"), {}
+    captures, plan = Captures("auto", META), {}
     assert [captures.run(plan, function, [*STATE, torch.tensor(2.0)], []) for _ in range(6)] == [(2,)] * 6
     assert CapturedRun not in plan

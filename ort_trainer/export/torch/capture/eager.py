@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from ....engine.devices import default_generator
 from .borrow import BORROWED, borrowed
 from .step_module import ExportedStep, StepModule
 
@@ -137,15 +138,12 @@ def random_state_kept(device: torch.device, state: torch.Tensor | None = None) -
 
 def random_state(device: torch.device) -> torch.Tensor:
     """Returns the state of a device's global generator of PyTorch."""
-    return torch.get_rng_state() if device.type == "cpu" else torch.cuda.get_rng_state(device)
+    return default_generator(device).get_state()
 
 
 def set_random_state(device: torch.device, state: torch.Tensor) -> None:
     """Sets what :func:`random_state` returns."""
-    if device.type == "cpu":
-        torch.set_rng_state(state)
-    else:
-        torch.cuda.set_rng_state(state, device)
+    default_generator(device).set_state(state)
 
 
 def coarsest(tensors: Collection[torch.Tensor]) -> torch.dtype:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -88,7 +87,7 @@ def _count(value: object) -> _Count | None:
     if value.target is aten.unsqueeze.default:
         axis = value.args[1] % dims - dims  # type: ignore[operator]
         return _Count(source.start, {at - (at <= axis): factor for at, factor in source.factors.items()})
-    if value.target is aten.add.Tensor and isinstance(value.args[1], int) and not value.kwargs:
-        return _Count(operator.add(source.start, value.args[1]), source.factors)
+    if value.target is aten.add.Tensor and isinstance(added := value.args[1], int) and not value.kwargs:
+        return _Count(source.start + added, source.factors)
     takes_all = value.target is aten.slice.Tensor and value.args[2:] in ((), (0,), (0, _ALL))
     return source if takes_all or value.target in _COPIES else None
