@@ -317,10 +317,16 @@ class SessionRunner(GraphRunner):
 
     def _launch(self, binding: Any, options: RunOptions | None) -> None:
         """Runs the bound inputs and outputs on ONNX Runtime."""
-        if options is None:
-            self.inference_session.run_with_iobinding(binding)
-        else:
-            self.inference_session.run_with_iobinding(binding, options)
+        try:
+            if options is None:
+                self.inference_session.run_with_iobinding(binding)
+            else:
+                self.inference_session.run_with_iobinding(binding, options)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"ONNX Runtime can't run this batch: {error}. The node's name begins with PyTorch's operator; often, "
+                "an index or a size that the model computes is out of range. The model in PyTorch shows the line"
+            ) from error
 
 
 def check_branches(step: Step, results: dict[str, Any]) -> None:

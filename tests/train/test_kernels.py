@@ -108,17 +108,34 @@ def test_both_kinds_of_kernels_give_the_same_numbers(name: str, numbers: str) ->
     assert_close(trained[0][0].eval_step(*batch(5))[1], trained[1][0].eval_step(*batch(5))[1], 1e-5, "evaluation")
 
 
-def test_an_error_in_an_operator_is_raised_and_nothing_is_changed() -> None:
+@pytest.mark.parametrize(
+    ("kernels", "error", "message"),
+    [
+        ("pytorch", IndexError, "Target 7 is out of bounds"),
+        ("onnxruntime", RuntimeError, r"aten\.nll_loss\w*.default/.*often, an index .* that the model computes"),
+    ],
+)
+def test_an_error_in_an_operator_is_raised_and_nothing_is_changed(
+    kernels: str, error: type[Exception], message: str
+) -> None:
+    """The labels are computed, so the check of a batch can't find a wrong one."""
     model = MLP(dropout=0.5)
-    options = {"utils": {"kernels": "pytorch"}, "debug": {"check_indices": False}}
-    ours, theirs = (mlp_trainer(options, model=copy.deepcopy(model)) for _ in range(2))
+    options = ORTTrainerOptions({"utils": {"kernels": kernels}})
+    ours, theirs = (
+        ORTTrainer(copy.deepcopy(model), MLP_DESC, optim.SGDConfig(lr=0.1), of_computed_labels, options)
+        for _ in range(2)
+    )
     (x, y), later = mlp_batches(2)
     for one in (ours, theirs):
         torch.manual_seed(0)
         one.train_step(x, y)
-    with pytest.raises(IndexError, match="Target 7 is out of bounds"):
+    with pytest.raises(error, match=message):
         ours.train_step(x, torch.full_like(y, 7))
     assert torch.equal(ours.train_step(*later)[0], theirs.train_step(*later)[0]), "the masks too"
+
+
+def of_computed_labels(scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(scores, labels.abs())
 
 
 def test_gradient_modes_and_casts_of_the_caller_change_nothing() -> None:
