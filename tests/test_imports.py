@@ -86,7 +86,7 @@ FLOORS = (
     {"capture"},
     {"guard", "graph"},
     {"operators", "lower"},
-    {"assemble.py", "assemble_call.py", "dynamo.py"},
+    {"assemble.py", "origins.py", "dynamo.py"},
     {"export.py"},
     {"self_check.py"},
     {"builder.py"},

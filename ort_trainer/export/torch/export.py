@@ -6,7 +6,7 @@
     differentiate  one flat graph of forward and backward pass: AOTAutograd
     random_inputs  random operators become inputs
     recompute      forward values that the backward pass computes again
-    assemble       names, and the graph as an ONNX model: by translate, or for PyTorch's kernels by programs
+    assemble       names, and the lowered graphs as steps
 
 Imports that only a cache miss needs are lazy.
 """
@@ -25,7 +25,6 @@ import torch
 
 from ...core.errors import ExportError
 from ...engine.torch_memory import in_order, order_of
-from ...step import Step
 from ..cache import Export, ExportCache, violated
 from .capture.borrow import borrowed, quiet
 from .capture.branches import ValuesAsked
@@ -132,7 +131,7 @@ class _Exporter:
                 "the loss depends on no trainable parameter, so there is nothing to train: is it computed under "
                 f"torch.no_grad(), or from detached tensors?\n  {forward_line(step.model)}"
             )
-        from .assemble import assemble  # these take seconds and 100 MB; a cached graph does not need them
+        from .assemble import Assembler  # these take seconds and 100 MB; a cached graph does not need them
         from .graph.random_inputs import Draws, lift_random_numbers
         from .graph.recompute import apply_recompute
 
@@ -146,13 +145,8 @@ class _Exporter:
         elif not of_call:
             self._kernels.check(step, graph)
             apply_recompute(step.recompute, graph, random, step.model, keeps_order=self._kernels.of_pytorch)
-        backward: tuple[Step, ...] = ()
-        if isinstance(step, ExportedCall):
-            from .assemble_call import CallAssembler
-
-            forward, backward = CallAssembler(step, graph, random, self._kernels, self._stage).steps()
-        else:
-            forward = assemble(step, graph, random, self._kernels, self._stage)
+        assembler = Assembler(step, graph, random, self._kernels, self._stage)
+        forward, backward = assembler.call() if of_call else (assembler.step(), ())
         reasons = {symbol: self._held.get(symbol) or graph.symbols.reason(symbol) for symbol in forward.fixed}
         return self._noted(self._kept(Export(forward, reasons, backward=backward)))
 
