@@ -34,12 +34,13 @@ LEGACY_PYTHON = ROOT / ".legacy" / "bin" / "python"
 RESULTS = ROOT / "benchmarks" / "results"
 PACKAGES = ("torch", *ENGINES, "onnx", "onnxscript", "transformers")
 
-EAGER, COMPILE, MODULE, OURS, LOOPS, LEGACY = CONTENDERS = (
+EAGER, COMPILE, MODULE, OURS, LOOPS, ONNX, LEGACY = CONTENDERS = (
     "eager",
     "compile",
     "ORTModule",
     "ort_trainer",
     "ort_trainer, compiled",
+    "ort_trainer, onnxruntime",
     "legacy 1.16.3",
 )
 QUICK = (EAGER, MODULE, OURS)
@@ -90,11 +91,14 @@ def serve_contender(name: str, row: Row) -> None:
         return
     from ort_trainer import ORTTrainer  # noqa: F401
 
-    serve(functools.partial(ort_training, row, {"kernels": "compiled" if name == LOOPS else "auto"}))
+    _, _, kernels = name.partition(", ")
+    serve(functools.partial(ort_training, row, {"kernels": kernels or "auto"}))
 
 
 def takes_part(name: str, row: Row) -> bool:
     """Returns whether a contender is installed and supports a row."""
+    if name == ONNX:
+        return not row.utils  # leaving out padding needs PyTorch's kernels
     return name != LEGACY or (LEGACY_PYTHON.exists() and row.precision == "fp32" and row.accumulation == 1)
 
 
@@ -125,13 +129,15 @@ def figures(row: Row, results: Mapping[str, Result], died: Mapping[str, str]) ->
 
 
 def write_results(where: str, rows: Mapping[str, Any]) -> None:
-    """Writes rows into the file of this version; its other rows stay."""
+    """Writes rows into the file of this version; its other rows stay, and so do a row's other contenders."""
     from ort_trainer import __version__
 
     path = RESULTS / f"{__version__}.json"
     known = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else {}
-    merged = {**known, **rows}
-    ordered = {name: merged[name] for name in ROWS if name in merged}
+    ordered = {name: {**(rows.get(name) or known[name])} for name in ROWS if name in rows or name in known}
+    for name, row in ordered.items():
+        figures_of = {**known.get(name, row)["contenders"], **row["contenders"]}
+        row["contenders"] = {each: figures_of[each] for each in CONTENDERS if each in figures_of}
     content = {"date": f"{datetime.date.today()}", "where": where, "rows": ordered}
     text = re.sub(
         r"\[\s+([^][]*?)\s+\]", lambda found: f"[{' '.join(found[1].split())}]", json.dumps(content, indent=1)

@@ -14,13 +14,14 @@ __all__ = ["Results", "blocks", "pictures", "read_results"]
 # What benchmarks/train_step.py has written: by version, then by row.
 Results = Mapping[str, Any]
 
-_EAGER, _OURS, _LOOPS = "eager", "ort_trainer", "ort_trainer, compiled"
+_EAGER, _OURS, _LOOPS, _ONNX = "eager", "ort_trainer", "ort_trainer, compiled", "ort_trainer, onnxruntime"
 # Contender -> label and color. All colors can be read on white and on black.
 _CONTENDERS = {
     "compile": ("torch.compile", "#a08a4f"),
     "ORTModule": ("ORTModule", "#5aa469"),
     _OURS: ("ort_trainer", "#2f81d6"),
     _LOOPS: ("compiled loops", "#8a6fbf"),
+    _ONNX: ("ONNX Runtime", "#c9772e"),
     "legacy 1.16.3": ("legacy 1.16.3", "#b5577d"),
 }
 _OVER_RELEASES = ("compile", _OURS)
@@ -159,7 +160,8 @@ def _means(version: str, results: Mapping[str, Any]) -> Iterator[str]:
             continue
         ends = (f"{found[label]:.2f} ({label})" for label in (min(found, key=found.get), max(found, key=found.get)))  # type: ignore[arg-type]
         below = sum(speed < 1 for speed in found.values())
-        yield f"| {_CONTENDERS[name][0]} | **{_mean(found):.2f}** | {' | '.join(ends)} | {below} |"
+        label = _CONTENDERS[name][0] if len(found) == len(rows) else f"{_CONTENDERS[name][0]}, {len(found)} of them"
+        yield f"| {label} | **{_mean(found):.2f}** | {' | '.join(ends)} | {below} |"
 
 
 def _table(rows: Mapping[str, Any]) -> Iterator[str]:

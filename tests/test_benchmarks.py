@@ -180,10 +180,12 @@ def test_a_release_adds_its_results(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     script.write_results("here", {"bert": rows["bert"]})
     (tmp_path / "0.1.0.json").write_text(next(tmp_path.glob("*.json")).read_text())
     script.write_results("here", {"mlp": rows["mlp"]})
+    later = {"eager": result(4e-3), "ort_trainer, onnxruntime": result(2e-3)}
+    script.write_results("here", {"mlp": script.figures(script.ROWS["mlp"], later, {})})
     results = speed.read_results(tmp_path)
     assert next(iter(results)) == "0.1.0" and list(results["0.1.0"]["rows"]) == ["bert"]
     *_, newest = results.values()
-    assert list(newest["rows"]) == ["mlp", "bert"] and newest["rows"]["mlp"] == rows["mlp"]
+    assert list(newest["rows"]) == ["mlp", "bert"] and newest["rows"]["bert"] == rows["bert"]
     assert newest["rows"]["mlp"]["contenders"]["ort_trainer"] == {
         "ms": 1.0, "speed": [4.0, 4.0, 4.0], "MB": 100, "starts": [3.0, 1.0]
     }  # fmt: skip
@@ -191,6 +193,7 @@ def test_a_release_adds_its_results(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert drawn["releases"].count(">0.1.0<") == 1 and drawn["releases"].count(">4.00<") == 2
     blocks = {name: "\n".join(lines) for name, lines in speed.blocks(results).items()}
     assert "| ort_trainer | **4.00** | 4.00 (MLP) | 4.00 (MLP) | 0 |" in blocks["means"]
+    assert "| ONNX Runtime, 1 of them | **2.00** | 2.00 (MLP) |" in blocks["means"]
     assert f"| {rows['bert']['title']} | ORTModule | fails |" in blocks["steps"]
     assert "steps of 2 models are 4.00 times as fast" in blocks["speed"]
 
