@@ -19,6 +19,7 @@ from .. import optim
 from ..core.errors import warn
 from ..engine.ort import engine, has_cuda
 from ..options.checks import SPELLINGS
+from ..options.schema import leaves, load_schema
 
 __all__ = [
     "ASSERTED",
@@ -31,16 +32,6 @@ __all__ = [
     "set_cuda_mem_limit",
 ]
 
-# Options that legacy did not have.
-_NEW = (
-    "batch.gradient_reduction",
-    *(f"distributed.{key}" for key in ("timeout", "bucket_cap_mb", "reduce_dtype")),
-    "mixed_precision.dtype",
-    "graph_transformer.allow_layer_norm_mod_precision",
-    *(f"utils.{key}" for key in ("max_grad_norm", "max_grad_value", "share_weights", "random_numbers", "kernels")),
-    *("utils.cuda_graphs", "utils.cache_exports", "utils.remove_padding", "utils.moments"),
-    *(f"debug.{key}" for key in ("check_indices", "max_nonfinite_losses", "verify_every")),
-)
 _LEGACY_OPSET = 14
 # Options that are refused as without effect, but ask for what happens anyway: no warning is needed.
 _HAPPENS_ANYWAY = re.compile(
@@ -157,9 +148,9 @@ class ORTTrainerOptions(ort_trainer.ORTTrainerOptions):
     def _validated_opts(self) -> dict[str, Any]:
         """Legacy's settings with its defaults, and newer ones that were given, as a new nested dict."""
         document: Any = self.to_dict()
-        for path in _NEW:
+        for path, rules in leaves(load_schema("trainer_options")):
             section, _, key = path.partition(".")
-            if key not in self._original_opts.get(section, {}):
+            if not rules["meta"].get("legacy", True) and key not in self._original_opts.get(section, {}):
                 del document[section][key]
         casts = document["graph_transformer"]["propagate_cast_ops_config"]
         kinds = getattr(engine().capi._pybind_state, "PropagateCastOpsStrategy", PropagateCastOpsStrategy)
