@@ -238,7 +238,8 @@ def main() -> None:
                 place = f"`{mutant.path.removeprefix('ort_trainer/')}:{mutant.line}`"
                 print(place, mutant, noticed, flush=True)
                 if noticed is not None and len(rows) < given.count:
-                    rows.append((place, str(mutant), *(f"`{test}`" if test else "no" for test in noticed)))
+                    room, gate_test = (f"`{test}`" if test else "no" for test in noticed)
+                    rows.append((place, str(mutant), room, gate_test))
     gate = sum(row[3] != "no" for row in rows)
     head = f"Of {tried} mutants the tests of their rooms notice {len(rows)}; of these the gate notices {gate}."
     text = f"{head}\n\n{report.table(('line', 'change', 'a test of the room', 'a test of the gate'), rows)}"

@@ -172,7 +172,7 @@ def test_measured_tests_may_all_be_gone(tmp_path: Path) -> None:
 def test_a_test_that_takes_its_worker_along_is_on_the_page(tmp_path: Path) -> None:
     step = pytest_step(tmp_path, "tests")
     recorder = record.Recorder(step.file("jsonl"), True, record.LIMIT)
-    recorder.pytest_runtest_logreport(SimpleNamespace(nodeid="a.py::t", when="???", skipped=False, failed=True))  # type: ignore[arg-type]
+    recorder.pytest_runtest_logreport(SimpleNamespace(nodeid="a.py::t", when="???", skipped=False, failed=True))
     assert "FAILED a.py::t\n" in report.page("gate", [Ended(step, 1, 1.0)], "")
 
 
@@ -189,7 +189,7 @@ def test_a_long_test_asks_to_be_marked(
     monkeypatch.setattr(record, "_children", lambda: seconds - 20.0)
     monkeypatch.setattr(processes, "processor_seconds", processes.processor_seconds + 20.0)
     result: Any = SimpleNamespace(nodeid="a.py::t", passed=True, outcome="passed", longrepr=None)
-    made = drive(recorder.pytest_runtest_makereport(item, SimpleNamespace(when="teardown")), result)  # type: ignore[arg-type]
+    made = drive(recorder.pytest_runtest_makereport(item, SimpleNamespace(when="teardown")), result)
     assert made.outcome == outcome and made.costs["interpreters"] == seconds - 20.0
     assert (
         outcome == "passed"
