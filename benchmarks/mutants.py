@@ -12,6 +12,7 @@ import argparse
 import ast
 import itertools
 import os
+import pickle
 import random
 import re
 import shutil
@@ -178,8 +179,8 @@ class Hunt:
             return ""
         environment = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
         environment["ORT_TRAINER_CACHE"] = str(ROOT / "build" / "tests" / "reach" / "exports")
-        path = tree / "chosen.json"
-        path.write_text(choose.Affected(frozenset(tests), fills=False).to_text())
+        path = tree / "chosen.pickle"
+        path.write_bytes(pickle.dumps(choose.Affected(frozenset(tests), fills=False)))
         files = sorted({test.partition("::")[0] for test in tests})
         options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--affected", str(path)]
         command = [sys.executable, "-m", "pytest", *options, *files]
