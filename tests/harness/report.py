@@ -70,22 +70,19 @@ def causes(ended: Sequence[Step]) -> str:
 
 def files(ended: Iterable[Step]) -> str:
     """Returns the table of the files that take longest."""
-    sums: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    costs: defaultdict[str, Counter[str]] = defaultdict(Counter)
     for one in ended:
         for test in one.tests:
-            found = sums[test["test"].partition("::")[0]]
-            found["tests"] += 1
-            for key in COSTS:
-                found[key] += test[key]
-    longest = sorted(sums.items(), key=lambda item: -item[1]["seconds"])
+            costs[test["test"].partition("::")[0]].update(tests=1, **{key: test[key] for key in COSTS})
+    longest = sorted(costs.items(), key=lambda item: -item[1]["seconds"])
+    others: Counter[str] = Counter()
+    for _, cost in longest[_MOST:]:
+        others.update(cost)
+    entries = [*((f"`{name}`", cost) for name, cost in longest[:_MOST]), (f"{len(longest[_MOST:])} others", others)]
     rows = [
-        (f"`{name}`", found["tests"], f"{found['seconds']:.0f} s", found["exports_count"], f"{found['exports']:.0f} s")
-        for name, found in longest[:_MOST]
+        (name, cost["tests"], f"{cost['seconds']:.0f} s", cost["exports_count"], f"{cost['exports']:.0f} s")
+        for name, cost in entries
     ]
-    others = [found for _, found in longest[_MOST:]]
-    rest = {key: sum(found[key] for found in others) for key in ("tests", *COSTS)}
-    label = f"{len(others)} others"
-    rows.append((label, rest["tests"], f"{rest['seconds']:.0f} s", rest["exports_count"], f"{rest['exports']:.0f} s"))
     return table(("file", "tests", "time", "exports", "of exports"), rows)
 
 
