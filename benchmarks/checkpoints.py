@@ -119,7 +119,7 @@ def hashes() -> None:
     import numpy as np
     import xxhash
 
-    data = np.random.default_rng(0).integers(0, 255, 256 << 20, dtype=np.uint8)
+    data: Any = np.random.default_rng(0).integers(0, 255, 256 << 20, dtype=np.uint8)
     pieces = np.array_split(data, 64)
 
     def on(threads: int, function: Callable[[Any], Any]) -> Callable[[], Any]:

@@ -25,7 +25,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -86,7 +86,7 @@ KINDS = {
     f"{DDP}, ZeroRedundancyOptimizer": Kind(torch=True, sharded=True),
 }
 # Over TCP, what a process should send, as a multiple of (N - 1) / N of the gradients.
-SENT = {
+SENT: dict[str, tuple[dict[str, Any], str, Callable[[int], float]]] = {
     "all gradients": ({}, "2 (N - 1) / N", lambda size: 2 * (size - 1) / size),
     "in bfloat16": ({"reduce_dtype": "bfloat16"}, "(N - 1) / N", lambda size: (size - 1) / size),
     "ZeRO-1": (ZERO, "3 (N - 1) / N", lambda size: 3 * (size - 1) / size),
@@ -109,7 +109,7 @@ def ort_rank(row: str, kind: Kind) -> Rank:
     from ort_trainer.distributed import processes
 
     if kind.network:
-        processes.connect = lambda *_: None
+        processes.connect = lambda *_: None  # type: ignore[attr-defined]
     training = ort_training(ROWS[row], distributed=kind.distributed, batch=lambda batch: part_of(batch, kind))
     loop = training.trainer._loop
 
@@ -130,20 +130,21 @@ def torch_rank(row: str, kind: Kind) -> Rank:
     from torch.nn.parallel import DistributedDataParallel
 
     task = make_task(ROWS[row].model, ROWS[row].dropout)
-    model = task.model.train()
+    model: Any = task.model.train()
+    loss_fn: Any = task.loss_fn
     batch = part_of(task.batch, kind)
     if kind.size > 1:
         dist.init_process_group("gloo")
         model = DistributedDataParallel(model, bucket_cap_mb=kind.bucket, gradient_as_bucket_view=True)
         model._set_ddp_runtime_logging_sample_rate(1)
-    hyper = {"lr": 1e-3, "weight_decay": 0.01, "fused": True}
+    hyper: dict[str, Any] = {"lr": 1e-3, "weight_decay": 0.01, "fused": True}
     if kind.sharded:
         optimizer: Any = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, **hyper)
     else:
         optimizer = torch.optim.AdamW(model.parameters(), **hyper)
 
     def step() -> torch.Tensor:
-        loss = task.loss_fn(model(*batch[:-1]), batch[-1])
+        loss = loss_fn(model(*batch[:-1]), batch[-1])
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -151,7 +152,7 @@ def torch_rank(row: str, kind: Kind) -> Rank:
 
     def describe() -> dict[str, float]:
         states = (optimizer.optim if kind.sharded else optimizer).state.values()
-        found = {
+        found: dict[str, float] = {
             "gradients": _nbytes(list(model.parameters())),
             "moments": _nbytes([value for state in states for value in state.values() if value.ndim]),
         }
@@ -344,14 +345,14 @@ def differing(row: str, results: Mapping[str, Result]) -> list[str]:
 def report(arguments: argparse.Namespace, cache: str) -> list[str]:
     """Measures everything and returns the lines."""
     steps, waiting, sent, fits, below = [], [], [], [], []
-    surveys = {}
+    surveys: dict[int, Profile] = {}
     for row in arguments.rows:
         # Exports first, so that no contender's memory includes the export.
         measure({ALONE: contender(ALONE, row, cache)}, 1, 0, 1)
     for size in arguments.sizes:
         results, _ = measure({SURVEY: contender(SURVEY, "mlp", cache, size)}, 1, 0, 1, 10, SURVEY)
         print(f"{size} processes: what they send is known", file=sys.stderr)
-        found = surveys[size] = results[SURVEY].profile
+        found = surveys[size] = results[SURVEY].profile or {}
         fits.append(fitted(size, found["all_reduces"])[1])
         sent += sent_lines(size, found["sent"])
         below += [f"- {name}, {size} processes: refused, {why}." for name, why in found["refused"].items()]

@@ -60,13 +60,13 @@ def _step(contender: str, task: Any, precision: str) -> Callable[[], Any]:
     if contender == "ort_trainer":
         from ort_trainer import ORTTrainer, optim
 
-        options = {"mixed_precision": {"enabled": precision != "fp32", "dtype": "bfloat16"}}
+        options: Any = {"mixed_precision": {"enabled": precision != "fp32", "dtype": "bfloat16"}}
         config = optim.AdamWConfig(lr=1e-4)
         trainer = ORTTrainer(task.model, task.description, config, task.loss_fn, options if precision != "fp32" else {})
         return lambda: trainer.train_step(*task.batch)
     if contender != "eager":
         mode = None if contender == "compile" else contender
-        task = replace(task, model=torch.compile(task.model, mode=mode))  # type: ignore[call-overload]
+        task = replace(task, model=torch.compile(task.model, mode=mode))
     optimizer = torch.optim.AdamW(task.model.parameters(), lr=1e-4, fused=True)
 
     def step() -> None:
@@ -96,7 +96,8 @@ def measure_row(row: str, precision: str, contenders: list[str]) -> dict[str, An
     """Measures the contenders of a row in turns; returns milliseconds for a step, and seconds until the first ended."""
     import torch
 
-    steps, first = {}, {}
+    steps: dict[str, Any] = {}
+    first: dict[str, Any] = {}
     for contender in contenders:
         begin = time.perf_counter()
         steps[contender] = _step(contender, _task(row), precision)
@@ -199,7 +200,8 @@ def main() -> None:
     if given.write:
         write_section(PAGE, "gpu", table(json.loads(given.write.read_text())))
     elif given.one:
-        print(json.dumps(measure_row(*given.one[:2], given.one[2].split(","))))
+        row, precision, contenders = given.one
+        print(json.dumps(measure_row(row, precision, contenders.split(","))))
     elif given.memory:
         print(json.dumps(measure_memory(*given.memory)))
     else:

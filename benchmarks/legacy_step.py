@@ -38,7 +38,7 @@ def help_model(model: nn.Module) -> None:
     """Changes a model, in place, into one that the legacy trainer can train."""
     for module in list(model.modules()):
         if hasattr(module, "config"):
-            module.config._attn_implementation = "eager"
+            module.config._attn_implementation = "eager"  # type: ignore[union-attr]
         for name, child in module.named_children():
             if isinstance(child, nn.Linear) and child.out_features <= _LARGEST_LOST_BIAS:
                 setattr(module, name, nn.Linear(child.in_features, 2 * _LARGEST_LOST_BIAS))
@@ -50,7 +50,7 @@ def help_model(model: nn.Module) -> None:
 
 def make_training(model: str, dropout: bool) -> Training:
     """Returns the training of one of the models."""
-    torch.onnx.export = export_by_torchscript
+    torch.onnx.export = export_by_torchscript  # type: ignore[assignment]
     task = make_task(model, dropout)
     help_model(task.model)
     sizes = [list(value.shape) for value in task.batch]

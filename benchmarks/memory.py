@@ -143,7 +143,7 @@ def train(name: str, setting: str, steps: int) -> dict[str, Any]:
     if setting.startswith(EAGER):
         trainer, step = None, eager(module)
     else:
-        options = {**SETTINGS[setting], "utils": {"grad_norm_clip": False, **SETTINGS[setting].get("utils", {})}}
+        options: Any = {**SETTINGS[setting], "utils": {"grad_norm_clip": False, **SETTINGS[setting].get("utils", {})}}
         trainer = ORTTrainer(module, "auto", optim.AdamWConfig(lr=1e-4), options=ORTTrainerOptions(options))
         step = trainer.train_step
     losses, times = [], []

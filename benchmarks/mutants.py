@@ -12,6 +12,7 @@ import argparse
 import ast
 import itertools
 import os
+import pickle
 import random
 import re
 import shutil
@@ -178,8 +179,8 @@ class Hunt:
             return ""
         environment = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
         environment["ORT_TRAINER_CACHE"] = str(ROOT / "build" / "tests" / "reach" / "exports")
-        path = tree / "chosen.json"
-        path.write_text(choose.Affected(frozenset(tests), fills=False).to_text())
+        path = tree / "chosen.pickle"
+        path.write_bytes(pickle.dumps(choose.Affected(frozenset(tests), fills=False)))
         files = sorted({test.partition("::")[0] for test in tests})
         options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--affected", str(path)]
         command = [sys.executable, "-m", "pytest", *options, *files]
@@ -238,7 +239,8 @@ def main() -> None:
                 place = f"`{mutant.path.removeprefix('ort_trainer/')}:{mutant.line}`"
                 print(place, mutant, noticed, flush=True)
                 if noticed is not None and len(rows) < given.count:
-                    rows.append((place, str(mutant), *(f"`{test}`" if test else "no" for test in noticed)))
+                    room, gate_test = (f"`{test}`" if test else "no" for test in noticed)
+                    rows.append((place, str(mutant), room, gate_test))
     gate = sum(row[3] != "no" for row in rows)
     head = f"Of {tried} mutants the tests of their rooms notice {len(rows)}; of these the gate notices {gate}."
     text = f"{head}\n\n{report.table(('line', 'change', 'a test of the room', 'a test of the gate'), rows)}"

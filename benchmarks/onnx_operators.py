@@ -153,7 +153,7 @@ def write(cases: Sequence[Case], findings: Sequence[Finding]) -> None:
             same=sum(finding.capture == AGREES for finding in seen),
         )
     ]
-    operators = collections.defaultdict(collections.Counter)
+    operators: collections.defaultdict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
     for finding in findings:
         operators[finding.operator][finding.outcome] += 1
     whole = sum(set(outcomes) == {AGREES} for outcomes in operators.values())

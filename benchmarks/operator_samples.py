@@ -106,7 +106,7 @@ def samples(op: Any, limit: int) -> Iterator[tuple[int, Call]]:
         found = [sample for sample in found if not (sample.kwargs.get("training", True) and sample.args[9])]
     found = [sample for sample in found if not sample.kwargs.get("dropout_p")]
     assert found, "all samples have dropout"
-    chosen = range(len(found))
+    chosen = list(range(len(found)))
     if len(found) > limit:
         chosen = sorted({round(place * (len(found) - 1) / (limit - 1)) for place in range(limit)})
     for number in chosen:

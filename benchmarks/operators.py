@@ -99,7 +99,7 @@ class Inspection:
                 parameters = comparison.module.named_parameters()
                 comparison.set({name: edge_values(p, edge, draw) for name, p in parameters if name != "anchor"})
             try:
-                ours = comparison.ours()
+                ours: Any = comparison.ours()
             except Exception as error:
                 if len(calls) > 1:
                     raise

@@ -39,7 +39,8 @@ def of_dynamo(used: Any) -> tuple[list[float], int]:
         return graph.forward
 
     torch._dynamo.reset()
-    train_step = in_a_loop(torch.compile(used.model, backend=backend))
+    compiled: Any = torch.compile(used.model, backend=backend)
+    train_step = in_a_loop(compiled)
 
     def counted(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         nonlocal number

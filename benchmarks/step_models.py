@@ -195,8 +195,8 @@ class _LanguageModel(nn.Module):
 
 def _language_model(model: nn.Module, texts: int, length: int) -> Task:
     description = {"inputs": [("input_ids", ["batch", "length"])], "outputs": [("loss", [], True)]}
-    vocabulary = model.config.vocab_size
-    return Task(_LanguageModel(model), (torch.randint(0, vocabulary, (texts, length)),), description, None)
+    config: Any = model.config
+    return Task(_LanguageModel(model), (torch.randint(0, config.vocab_size, (texts, length)),), description, None)
 
 
 def _gpt2() -> Task:
@@ -387,7 +387,7 @@ class _Recommender(nn.Module):
         rows = [dense, *(table(categories[:, index]) for index, table in enumerate(self.tables))]
         stacked = torch.stack(rows, 1)
         products = torch.bmm(stacked, stacked.transpose(1, 2))
-        first, second = self.pairs
+        first, second = self.get_buffer("pairs")
         return self.top(torch.cat([dense, products[:, first, second]], 1))[:, 0]
 
 
@@ -523,4 +523,4 @@ def without_dropout(model: nn.Module) -> None:
         if isinstance(module, nn.Dropout):
             module.p = 0.0
         if hasattr(module, "dropout_prob"):  # attention, which calls the function itself
-            module.dropout_prob = 0.0
+            module.dropout_prob = 0.0  # type: ignore[assignment]

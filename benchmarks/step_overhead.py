@@ -91,10 +91,11 @@ def measure_module() -> None:
     module, x = ORTModule(Multiply()), torch.randn(8, 4)
     module(x).backward()
     runners = [found for found in gc.get_objects() if isinstance(found, ProgramRunner)]
-    for runner in runners:
-        runner.run_programs = Timed(runner.run_programs)
+    timed = [Timed(runner.run_programs) for runner in runners]
+    for runner, function in zip(runners, timed, strict=True):
+        runner.run_programs = function
     whole = microseconds(lambda: module(x).backward())
-    inside = sum(runner.run_programs.seconds for runner in runners) / (STEPS + 200) * 1e6
+    inside = sum(function.seconds for function in timed) / (STEPS + 200) * 1e6
     leaf, single = torch.ones((), requires_grad=True), Exponential()
     least = microseconds(lambda: single(leaf).backward()) - microseconds(lambda: leaf.detach().exp())
     print(whole, inside + least)
@@ -109,6 +110,7 @@ def measure(optimizer: str) -> None:
     for _ in range(200):
         trainer.train_step(x)
     plan, _ = trainer.loop.bind((x,), {})
+    assert plan.function is not None
     graph = Timed(plan.function)
     object.__setattr__(plan, "function", graph)
     start = time.perf_counter()

@@ -97,14 +97,12 @@ def ort_training(
 
     task = make_task(row.model, row.dropout)
     inputs = batch(task.batch)
-    options = ORTTrainerOptions(
-        {
-            "utils": {"grad_norm_clip": False, **row.utils, **(utils or {})},  # the others do not clip either
-            "batch": {"gradient_accumulation_steps": row.accumulation},
-            "distributed": dict(distributed or {}),
-            "mixed_precision": {"enabled": True, "dtype": HALVES[row.precision]} if row.precision in HALVES else {},
-        }
-    )
+    options: Any = {
+        "utils": {"grad_norm_clip": False, **row.utils, **(utils or {})},  # the others do not clip either
+        "batch": {"gradient_accumulation_steps": row.accumulation},
+        "distributed": dict(distributed or {}),
+        "mixed_precision": {"enabled": True, "dtype": HALVES[row.precision]} if row.precision in HALVES else {},
+    }
     config = optim.AdamConfig(lr=1e-3, lambda_coef=0.01)
-    trainer = ORTTrainer(task.model, task.description, config, loss_fn=task.loss_fn, options=options)
+    trainer = ORTTrainer(task.model, task.description, config, loss_fn=task.loss_fn, options=ORTTrainerOptions(options))
     return Training(lambda: trainer.train_step(*inputs), trainer, row.accumulation)

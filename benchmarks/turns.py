@@ -224,8 +224,12 @@ def measure(
                 raise SystemExit(f"{name} died, which the others are compared with") from None
             return None
 
+    def end_all() -> None:
+        for process in processes.values():
+            process.end()
+
     with contextlib.ExitStack() as stack:
-        stack.callback(lambda: [process.end() for process in processes.values()])
+        stack.callback(end_all)
         for name, contender in contenders.items():
             caches = stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
             found[name] = Result()

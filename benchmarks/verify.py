@@ -8,6 +8,7 @@ processes disturb them little.
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
 from collections.abc import Callable
@@ -98,7 +99,7 @@ def main() -> None:
             loop_step(make, lambda model: model),
             *(trainer_step(make, every) for every in (None, 100, 1)),
             *(
-                loop_step(make, lambda model, e=every: ORTModule(model, {"debug": {"verify_every": e}}))
+                loop_step(make, functools.partial(ORTModule, options={"debug": {"verify_every": every}}))
                 for every in (None, 1)
             ),
         ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import pickle
 import shutil
 import signal
 import tempfile
@@ -52,27 +53,23 @@ def pytest_configure(config: pytest.Config) -> None:
 
     Exports run in this process, which saves a tenth of a second each; complete runs export in children, as users do.
     """
-    ways = [name for name in ("gate", "affected") if config.getoption(name)]
-    if len(ways) == 2 or (config.getoption("seed") and not ways):
-        raise pytest.UsageError("use either --gate or --affected; --seed draws the sample of --gate or --affected")
+    if config.getoption("gate") and config.getoption("affected"):
+        raise pytest.UsageError("use either --gate or --affected")
     os.environ["ORT_TRAINER_EXPORT_IN_PROCESS"] = "" if config.getoption("isolated") else "1"
     record.start(config)
 
 
 def _affected(config: pytest.Config) -> choose.Affected | None:
     path = config.getoption("affected")
-    return choose.Affected.from_text(Path(path).read_text()) if path else None
+    return pickle.loads(Path(path).read_bytes()) if path else None
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Replaces the default distribution of tests to workers."""
-    from .harness.schedule import ByFile, InOrder
+    from .harness.schedule import ByFile
 
-    if config.getoption("dist") != "load":
-        return None
-    affected = _affected(config)
-    return ByFile(config, log) if affected is None else InOrder(affected.rank, config, log)
+    return ByFile(config, log, _affected(config)) if config.getoption("dist") == "load" else None
 
 
 def pytest_collection_finish() -> None:

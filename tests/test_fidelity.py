@@ -18,7 +18,7 @@ SINCE = {"Mamba": "5.20", "SegFormer": "5.14", "Wav2Vec2": "5.23"}
 CASES = {case.name: case for cases in SECTIONS.values() for case in cases}
 
 
-@pytest.fixture(params=CASES.values(), ids=CASES.keys())
+@pytest.fixture(params=CASES.values(), ids=list(CASES))
 def case(request: pytest.FixtureRequest) -> Case:
     since = SINCE.get(request.param.name)
     if since is not None and Version(version("transformers")) < Version(since):

@@ -56,7 +56,9 @@ def test_kinds_of_kernels_are_compared_in_one_place() -> None:
         if path.is_relative_to(PACKAGE / "export" / "torch" / "lower"):
             continue
         for node in ast.walk(tree(path)):
-            sides = [node.left, *node.comparators] if isinstance(node, ast.Compare) else []
+            if not isinstance(node, ast.Compare):
+                continue
+            sides = [node.left, *node.comparators]
             strings = {each.value for side in sides for each in ast.walk(side) if isinstance(each, ast.Constant)}
             about_kernels = any("kernels" in ast.unparse(side) for side in sides)
             assert not (about_kernels and strings & names), f"{path}:{node.lineno}"

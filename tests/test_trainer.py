@@ -429,7 +429,7 @@ def test_check_model_export() -> None:
     model = Counting()
     trainer = mlp_trainer({"debug": {"check_model_export": True}}, model=model)
     trainer.prepare((X, Y))
-    assert (model.steps, model.other) == (0, 0), "the user's model does not change"
+    assert (model.steps, model.other) == (0, 0), "the user's model does not change"  # type: ignore[comparison-overlap]
     trainer.train_step(X, Y)
     assert trainer.train_step_info.step == 1
     assert trainer.state_dict(pytorch_format=True)["steps"] == 1

@@ -32,7 +32,7 @@ from .world import PYTHON, World, checks, close, flat, same_weights
 @checks("CreateTrainingSession", "Ort::TrainingSession::TrainingSession")
 def creates_a_session(world: World) -> None:
     files = [world.file(kind) for kind in ("training", "eval", "optimizer")]
-    session = TrainingSession(world.state, *files, onnxruntime.SessionOptions())
+    session = TrainingSession(world.state, *files, session_options=onnxruntime.SessionOptions())
     close(session.train_step(list(world.batches[0]))[0], world.outputs()[0])
     training_only = TrainingSession(world.state, files[0])
     with pytest.raises(RuntimeError, match="evaluation model"):
@@ -199,7 +199,7 @@ def from_buffer(world: World) -> None:
     world.state = CheckpointState.load_checkpoint(world.exported.file("nominal_checkpoint"))
     with pytest.raises(RuntimeError, match="from_buffer"):
         world.session.train_step(list(world.batches[0]))
-    world.session.from_buffer(flat(world.weights()))  # type: ignore[arg-type]
+    world.session.from_buffer(flat(world.weights()))
     close(world.session.train_step(list(world.batches[0]))[0], world.outputs()[0])
 
 
@@ -284,7 +284,7 @@ def an_optimizer(world: World) -> None:
     same_weights(world.state, world.weights(world.trained([RATE])))
     assert Optimizer(optimizer_uri=world.bytes("optimizer"), module=world.module).get_learning_rate() > 0
     with pytest.raises(TypeError, match="module must be a Module"):
-        Optimizer(world.file("optimizer"), world.state)  # type: ignore[arg-type]
+        Optimizer(world.file("optimizer"), world.state)
 
 
 @checks(f"{PYTHON}Optimizer.set_learning_rate", f"{PYTHON}Optimizer.get_learning_rate")

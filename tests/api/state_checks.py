@@ -48,7 +48,7 @@ def saves(world: World) -> None:
 @checks(f"{PYTHON}CheckpointState", "ReleaseCheckpointState")
 def a_state_lives_as_long_as_it_is_used(world: World) -> None:
     with pytest.raises(TypeError, match="load_checkpoint"):
-        CheckpointState(None)  # type: ignore[arg-type]
+        CheckpointState(None)
     reference = weakref.ref(world.state._state)
     session = world.session
     del world.state
@@ -165,7 +165,7 @@ def types_of_properties(world: World) -> None:
     properties.update({"int": np.int64(1), "float": np.float32(0.5), "str": "a", "bool": True})
     assert [type(value) for value in properties.values()] == [int, float, str, int]
     with pytest.raises(TypeError, match="int, a float or a str"):
-        properties["list"] = [1]  # type: ignore[assignment]
+        properties["list"] = [1]
     assert "list" not in properties
 
 

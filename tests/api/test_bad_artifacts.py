@@ -27,9 +27,9 @@ def test_models_that_are_none(artifacts: Artifacts, tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"there is no model .*nothing.onnx' \(train_model_uri\)"):
         Module(tmp_path / "nothing.onnx", state)
     with pytest.raises(TypeError, match="train_model_uri must be a path or the bytes of a model, but 3 was given"):
-        Module(3, state)  # type: ignore[arg-type]
+        Module(3, state)
     with pytest.raises(TypeError, match="state must be a CheckpointState"):
-        Module(artifacts.training, "checkpoint")  # type: ignore[arg-type]
+        Module(artifacts.training, "checkpoint")
     path = tmp_path / "model.onnx"
     path.write_bytes(artifacts.training[:-50])
     with pytest.raises(ValueError, match=r"model.onnx' can't be loaded by ONNX Runtime .* damaged, truncated"):
@@ -169,7 +169,7 @@ def test_models_in_the_wrong_place(artifacts: Artifacts) -> None:
     with pytest.raises(ValueError, match="expected the optimizer model of an export, but .* is the training model"):
         Optimizer(artifacts.training, module)
     with pytest.raises(TypeError, match="module must be a Module"):
-        Optimizer(artifacts.optimizer, state)  # type: ignore[arg-type]
+        Optimizer(artifacts.optimizer, state)
 
 
 def test_exports_are_not_mixed(artifacts: Artifacts, tmp_path: Path) -> None:
@@ -197,9 +197,9 @@ def test_devices_and_options(artifacts: Artifacts) -> None:
         with pytest.raises(ValueError, match=text):
             Module(artifacts.training, state, device=device)
     with pytest.raises(TypeError, match="device must be a str"):
-        Module(artifacts.training, state, device=0)  # type: ignore[arg-type]
+        Module(artifacts.training, state, device=0)
     with pytest.raises(TypeError, match=r"must be an onnxruntime.SessionOptions, but \{\} was given"):
-        Module(artifacts.training, state, session_options={})  # type: ignore[arg-type]
+        Module(artifacts.training, state, session_options={})
     options = onnxruntime.SessionOptions()
     options.add_session_config_entry("session.load_model_format", "ORT")
     with pytest.raises(ValueError, match="session.load_model_format to 'ORT', but artifacts are in ONNX format"):
@@ -207,13 +207,13 @@ def test_devices_and_options(artifacts: Artifacts) -> None:
     session = TrainingSession(state, artifacts.training, artifacts.evaluation, artifacts.optimizer)
     for step in (session.train_step, session.eval_step):
         with pytest.raises(TypeError, match=r"run_options must be an onnxruntime.RunOptions, but \{\} was given"):
-            step(list(batches(1)[0]), {})  # type: ignore[arg-type]
+            step(list(batches(1)[0]), {})
     with pytest.raises(TypeError, match="run_options must be"):
-        session.optimizer_step(3)  # type: ignore[arg-type]
+        session.optimizer_step(3)
     with pytest.raises(TypeError, match="inference_model_uri must be a path, but 3 was given"):
-        session.export_model_for_inferencing(3, ["y"])  # type: ignore[arg-type]
+        session.export_model_for_inferencing(3, ["y"])
     with pytest.raises(TypeError, match="mode must be a bool"):
-        Module(artifacts.training, state).train("eval")  # type: ignore[arg-type]
+        Module(artifacts.training, state).train("eval")
 
 
 def test_cuda_that_is_not_there(artifacts: Artifacts, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,7 +276,7 @@ def test_sizes_that_the_graph_is_not_right_for() -> None:
 def test_wrong_rates(artifacts: Artifacts, value: object, error: type[Exception], text: str) -> None:
     _, _, optimizer = load(artifacts)
     with pytest.raises(error, match=text):
-        optimizer.set_learning_rate(value)  # type: ignore[arg-type]
+        optimizer.set_learning_rate(value)
     assert optimizer.get_learning_rate() == 0.1
 
 
@@ -294,7 +294,7 @@ def test_wrong_schedules(artifacts: Artifacts, args: tuple, error: type[Exceptio
     with pytest.raises(error, match=text):
         LinearLRScheduler(optimizer, *args)
     with pytest.raises(TypeError, match="optimizer must be an Optimizer"):
-        LinearLRScheduler(None, 1, 2, 0.1)  # type: ignore[arg-type]
+        LinearLRScheduler(None, 1, 2, 0.1)
     assert optimizer.get_learning_rate() == 0.1
 
 

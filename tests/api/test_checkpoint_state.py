@@ -22,7 +22,7 @@ def test_parameters_are_a_mapping(state: CheckpointState) -> None:
     parameters = state.parameters
     assert list(parameters) == list(parameters.keys()) == ["w", "b", "mean"]
     assert len(parameters) == 3
-    assert "w" in parameters and "count" not in parameters and 3 not in parameters
+    assert "w" in parameters and "count" not in parameters and 3 not in parameters  # type: ignore[comparison-overlap]
     assert [(name, parameter.name) for name, parameter in parameters.items()] == [(n, n) for n in ("w", "b", "mean")]
     assert parameters["w"] is parameters["w"]
     assert parameters.get("nothing") is None
@@ -91,7 +91,7 @@ def test_a_new_value_is_what_the_next_step_uses(artifacts: Artifacts) -> None:
 )
 def test_wrong_values(state: CheckpointState, name: str, value: object, error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
-        state.parameters[name] = value  # type: ignore[assignment]
+        state.parameters[name] = value
     assert np.array_equal(state.parameters["w"].data, PARAMETERS["w"])
     with pytest.raises(KeyError, match="unknown parameter 'nothing'"):
         state.parameters["nothing"]
@@ -114,9 +114,9 @@ def test_properties_are_a_mapping(state: CheckpointState, tmp_path: Path) -> Non
 
 def test_wrong_properties(state: CheckpointState) -> None:
     with pytest.raises(TypeError, match=r"property 'list' must be an int, a float or a str, but \[1\] was given"):
-        state.properties["list"] = [1]  # type: ignore[assignment]
+        state.properties["list"] = [1]
     with pytest.raises(TypeError, match="the name of a property must be a str, but 3 was given"):
-        state.properties[3] = 1  # type: ignore[index]
+        state.properties[3] = 1
     with pytest.raises(ValueError, match="property 'large' is an int of more than 8192 bits: use a str"):
         state.properties["large"] = 10**5000  # makes a checkpoint unreadable
     state.properties["epochs"] = 1
@@ -131,7 +131,7 @@ def test_wrong_properties(state: CheckpointState) -> None:
 
 def test_wrong_files(artifacts: Artifacts, tmp_path: Path) -> None:
     with pytest.raises(TypeError, match=r"CheckpointState.load_checkpoint\(path\); it can't be made from 'x'"):
-        CheckpointState("x")  # type: ignore[arg-type]
+        CheckpointState("x")
     with pytest.raises(FileNotFoundError, match="no checkpoint"):
         CheckpointState.load_checkpoint(tmp_path / "nothing")
     path = tmp_path / "checkpoint"
@@ -142,12 +142,12 @@ def test_wrong_files(artifacts: Artifacts, tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match="the checkpoint given as bytes is (damaged|not an)"):
             CheckpointState.load_checkpoint_from_buffer(data)
     with pytest.raises(TypeError, match="must be given as bytes, but 'x' was given"):
-        CheckpointState.load_checkpoint_from_buffer("x")  # type: ignore[arg-type]
+        CheckpointState.load_checkpoint_from_buffer("x")
     with pytest.raises(TypeError, match="state must be a CheckpointState"):
-        CheckpointState.save_checkpoint("x", path)  # type: ignore[arg-type]
+        CheckpointState.save_checkpoint("x", path)
     state = CheckpointState.load_checkpoint_from_buffer(artifacts.checkpoint)
     with pytest.raises(TypeError, match="must be given as a path, but 3 was given"):
-        CheckpointState.save_checkpoint(state, 3)  # type: ignore[arg-type]
+        CheckpointState.save_checkpoint(state, 3)
     with pytest.raises(FileNotFoundError, match="does not exist"):
         CheckpointState.save_checkpoint(state, tmp_path / "nothing" / "checkpoint")
 

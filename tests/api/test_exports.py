@@ -106,7 +106,7 @@ def test_models_for_inference(exported: tuple[Path, ORTTrainer, list], tmp_path:
     before = path.read_bytes()
     for names, error in ((["nothing"], ValueError), ("logits", TypeError), ([3], TypeError), ([], ValueError)):
         with pytest.raises(error):
-            module.export_model_for_inferencing(path, names)  # type: ignore[arg-type]
+            module.export_model_for_inferencing(path, names)
     assert path.read_bytes() == before
     with pytest.raises(FileNotFoundError, match="does not exist"):
         module.export_model_for_inferencing(tmp_path / "nothing" / "model.onnx", ["logits"])

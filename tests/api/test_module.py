@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import onnxruntime
@@ -44,7 +45,7 @@ def load(artifacts: Artifacts, **options: object) -> tuple[CheckpointState, Modu
     return state, module, Optimizer(artifacts.optimizer, module)
 
 
-def close(actual: object, expected: torch.Tensor) -> None:
+def close(actual: Any, expected: torch.Tensor) -> None:
     np.testing.assert_allclose(actual, expected.detach().numpy(), rtol=1e-4, atol=1e-6)
 
 

@@ -100,7 +100,7 @@ def test_buffers(artifacts: Artifacts) -> None:
 def test_wrong_buffers(artifacts: Artifacts, buffer: object, error: type[Exception], text: str) -> None:
     state, session = session_of(artifacts)
     with pytest.raises(error, match=text):
-        session.from_buffer(buffer)  # type: ignore[arg-type]
+        session.from_buffer(buffer)
     for name in PARAMETERS:
         assert np.array_equal(state.parameters[name].data, PARAMETERS[name])
 
@@ -123,7 +123,7 @@ def test_what_was_not_given_is_missed(artifacts: Artifacts) -> None:
     with pytest.raises(RuntimeError, match="no optimizer: pass the optimizer model as optimizer_model"):
         session.optimizer_step()
     with pytest.raises(TypeError, match="input_values must be a list of arrays or OrtValues"):
-        session.train_step(x)  # type: ignore[arg-type]
+        session.train_step(x)
 
 
 @pytest.mark.engine
@@ -167,7 +167,7 @@ def test_ctrl_c_finds_a_step_done(artifacts: Artifacts) -> None:
     expected, session = session_of(artifacts)
     state, interrupted = session_of(artifacts)
     for runner in (interrupted._module._train, interrupted._optimizer):
-        runner._session = Interrupted(runner._session)  # type: ignore[union-attr]
+        runner._session = Interrupted(runner._session)
     for x, target in batches(3):  # the second and third add to the gradients
         session.train_step([x, target])
         session.optimizer_step()

@@ -315,7 +315,7 @@ def test_what_can_not_be_exported(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="flavor must be one of"):
         prepared().export_artifacts(tmp_path / "artifacts", flavor="upstream")
     with pytest.raises(TypeError, match="nominal_checkpoint must be a bool"):
-        prepared().export_artifacts(tmp_path / "artifacts", nominal_checkpoint=1)  # type: ignore[arg-type]
+        prepared().export_artifacts(tmp_path / "artifacts", nominal_checkpoint=1)
     with pytest.raises(ValueError, match="fixed_learning_rate is for"):
         prepared().export_artifacts(tmp_path / "artifacts", fixed_learning_rate=True)
     trainer = mlp_trainer(OWN)
@@ -334,7 +334,7 @@ def test_what_can_not_be_exported(tmp_path: Path) -> None:
         with pytest.raises(error):
             trainer.export_artifacts(target)
     with pytest.raises(TypeError, match="directory must be a str or a path"):
-        trainer.export_artifacts(None)  # type: ignore[arg-type]
+        trainer.export_artifacts(None)
     assert not (tmp_path / "artifacts").exists()
 
 

@@ -55,7 +55,7 @@ def test_artifacts_are_replaced_and_a_failure_changes_nothing(tmp_path: Path, mo
 def test_a_folder_is_written_from_within(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "disk"
     folder.mkdir()
-    real = files.temporary_folder
+    real = files.temporary_folder  # type: ignore[attr-defined]
 
     def only_there(around: Path, name: str) -> AbstractContextManager[Path]:
         assert around == folder, "the parent folder may be read-only or on another file system"

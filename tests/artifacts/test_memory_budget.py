@@ -104,7 +104,7 @@ def test_budgets() -> None:
     ]
     for wrong in ("64 mb", "", "-1", 0, True, "MB", 1.5e6j):
         with pytest.raises(ValueError, match="memory_budget must be a number of bytes or a text such as '64MB'"):
-            parse_budget(wrong)  # type: ignore[arg-type]
+            parse_budget(wrong)
 
 
 def test_a_batch_is_needed(tmp_path: Path) -> None:

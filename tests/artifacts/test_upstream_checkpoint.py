@@ -181,7 +181,7 @@ def test_files_that_are_none(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="there is no checkpoint"):
         read_upstream_checkpoint(tmp_path / "nothing")
     with pytest.raises(TypeError, match="source must be a path or bytes, but got int"):
-        read_upstream_checkpoint(3)  # type: ignore[arg-type]
+        read_upstream_checkpoint(3)
     with pytest.raises(CheckpointError, match="the mark 'ODTC' is missing"):
         read_upstream_checkpoint(b"something else entirely")
     write_upstream_checkpoint(tmp_path / "large", sample(), limit=0)
@@ -226,7 +226,7 @@ def test_floats_that_are_none_are_properties_too() -> None:
             TypeError,
             "float16, which .* can't load",
         ),
-        (UpstreamCheckpoint({"a": UpstreamParameter([1.0])}), TypeError, r"'a' must be a NumPy array, but \[1.0\]"),  # type: ignore[arg-type]
+        (UpstreamCheckpoint({"a": UpstreamParameter([1.0])}), TypeError, r"'a' must be a NumPy array, but \[1.0\]"),
         (UpstreamCheckpoint(groups={"group0": OptimizerGroup(-1)}), ValueError, "group 'group0' has step -1"),
         (UpstreamCheckpoint(groups={"group0": OptimizerGroup(1, math.nan)}), ValueError, "and initial_lr nan"),
         (State({}, []), TypeError, "must be an UpstreamCheckpoint, but a State"),
@@ -417,13 +417,13 @@ def test_what_does_not_fit(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="there is no checkpoint"):
         convert_checkpoint(tmp_path / "nothing", tmp_path / "new")
     with pytest.raises(TypeError, match="source must be a path, but 3"):
-        convert_checkpoint(3, tmp_path / "new")  # type: ignore[arg-type]
+        convert_checkpoint(3, tmp_path / "new")
     with pytest.raises(TypeError, match="target must be a path, but 3"):
-        convert_checkpoint(tmp_path / "ours", 3)  # type: ignore[arg-type]
+        convert_checkpoint(tmp_path / "ours", 3)
     with pytest.raises(TypeError, match="path must be a str or a path, but 3"):
-        write_upstream_checkpoint(3, sample())  # type: ignore[arg-type]
+        write_upstream_checkpoint(3, sample())
     with pytest.raises(TypeError, match="include_optimizer_state must be a bool, but 'no'"):
-        convert_checkpoint(tmp_path / "ours", tmp_path / "new", include_optimizer_state="no")  # type: ignore[arg-type]
+        convert_checkpoint(tmp_path / "ours", tmp_path / "new", include_optimizer_state="no")
     assert not (tmp_path / "new").exists()
 
 

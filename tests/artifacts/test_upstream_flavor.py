@@ -44,7 +44,7 @@ def assert_trains_alike(trainer: ORTTrainer, upstream: Upstream, batches: Any, r
 
 CONFIGS: dict[str, Any] = {
     "adamw": optim.AdamWConfig(lr=1e-2, weight_decay=0.1),
-    "adam after": optim.AdamConfig(lr=1e-2, lambda_coef=0.1, max_norm_clip=0.3, weight_decay_mode=1),  # type: ignore[arg-type]
+    "adam after": optim.AdamConfig(lr=1e-2, lambda_coef=0.1, max_norm_clip=0.3, weight_decay_mode=1),
     "uncorrected": optim.AdamConfig(lr=1e-3, do_bias_correction=False),
     "sgd": optim.SGDConfig(lr=0.1),
 }
@@ -392,9 +392,11 @@ def test_artifacts_of_an_onnx_model_train_as_those_of_upstreams_own_tool(optimiz
     ours, theirs = runs
     assert ours.module.input_names() == theirs.module.input_names() == ["x", "labels"]
     for number, batch in enumerate(mlp_batches(20)):
-        assert_close(*(torch.from_numpy(run.train(batch)[0]) for run in runs), 1e-5, f"loss of step {number}")
+        ours, theirs = (torch.from_numpy(run.train(batch)[0]) for run in runs)
+        assert_close(ours, theirs, 1e-5, f"loss of step {number}")
     for name in weights:
-        assert_close(*(torch.from_numpy(run.parameters()[name]) for run in runs), 1e-5, name)
+        ours, theirs = (torch.from_numpy(run.parameters()[name]) for run in runs)
+        assert_close(ours, theirs, 1e-5, name)
 
 
 def test_python_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -416,4 +418,4 @@ def test_python_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             losses.append(runtime.train()(scope["x"].numpy(), scope["label"].numpy())[0])
             optimizer.step()
             runtime.lazy_reset_grad()
-        np.testing.assert_allclose(*losses, rtol=1e-5, err_msg=f"step {number}")
+        np.testing.assert_allclose(losses[0], losses[1], rtol=1e-5, err_msg=f"step {number}")

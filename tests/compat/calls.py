@@ -645,8 +645,10 @@ OBJECT = (
 
 @checks(*(f"{SESSION}.{name}" for name in OBJECT))
 def is_an_object(world: World) -> None:
-    session, kind = world.session, resolve(SESSION)
-    assert isinstance(kind, kind.__class__) and kind.__class__ is type and session.__class__ is kind
+    session: Any = world.session
+    kind: Any = resolve(SESSION)
+    classes: Any = (kind.__class__, session.__class__)
+    assert isinstance(kind, classes[0]) and classes == (type, kind)
     session.__setattr__("mine", 1)
     assert session.__getattribute__("mine") == 1 and "mine" in session.__dir__()
     session.__delattr__("mine")

@@ -66,7 +66,7 @@ def test_a_weight_may_be_called_like_a_moment() -> None:
     model.Moment_1_x = torch.nn.Parameter(torch.zeros(2))
     model.Step = torch.nn.Parameter(torch.zeros(2))
     desc = {"inputs": [("a", [2])], "outputs": [("loss", [], True)]}
-    model.forward = lambda a: (a * model.Moment_1_x * model.Step).sum()  # type: ignore[method-assign]
+    model.forward = lambda a: (a * model.Moment_1_x * model.Step).sum()
     trainer = ORTTrainer(model, desc, optim.SGDConfig())
     flat = {"Moment_1_x": torch.ones(2), "Step": torch.full([2], 3.0)}
     checkpoint.experimental_load_state_dict(trainer, flat, strict=True)
@@ -87,6 +87,6 @@ def test_aggregate_checkpoints() -> None:
         state = checkpoint.aggregate_checkpoints([REAL], pytorch_format=False)
     assert state["train_step_info"] == {"optimization_step": 4, "step": 4}
     with pytest.raises(TypeError, match="paths must be a list of at least one path"):
-        checkpoint.aggregate_checkpoints(str(REAL))  # type: ignore[arg-type]
+        checkpoint.aggregate_checkpoints(str(REAL))
     with pytest.raises(CheckpointError, match="Expected number of files to load: 1, got 2"):
         checkpoint.aggregate_checkpoints([REAL, __file__])

@@ -167,6 +167,6 @@ def _fail_on_x(original: object) -> object:
     def fail(module: object, name: str, value: object) -> None:
         if name == "x":
             raise RuntimeError("stop")
-        original(module, name, value)  # type: ignore[operator]
+        original(module, name, value)
 
     return fail

@@ -178,7 +178,7 @@ def test_state_and_files_go_on_where_they_stopped(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=r"Missing keys: \['fc1.weight'\]"):
         resumed.load_state_dict({name: value for name, value in state.items() if name != "fc1.weight"}, strict=True)
     with pytest.raises(TypeError, match="state_dict must be a dict"):
-        resumed.load_state_dict([])  # type: ignore[arg-type]
+        resumed.load_state_dict([])
     with pytest.raises(FileNotFoundError, match="other.ort.pt"):
         older_api.load_checkpoint(resumed, tmp_path, "other")
     torch.save({"model": state}, tmp_path / "pickle.ort.pt")
@@ -277,7 +277,7 @@ def test_attributes_of_an_onnx_models_weights(tmp_path: Path) -> None:
     for model in (path, str(path), onnx.load(path)):
         asked.clear()
         arguments = {"loss_fn": None, "optimizer": "AdamOptimizer", "map_optimizer_attributes": attributes}
-        config = older(model, **arguments).trainer.optim_config  # type: ignore[arg-type]
+        config = older(model, **arguments).trainer.optim_config
         assert sorted(asked) == ["fc1.weight", "fc2.bias", "fc2.weight"], "trained weights, not constants of the code"
         assert config.hyper_parameters(config.group_of("fc1.weight"))["lambda_coef"] == 0.5
         assert config.hyper_parameters(config.group_of("fc2.bias"))["lambda_coef"] == 0.0
@@ -289,7 +289,7 @@ def test_attributes_of_an_onnx_models_weights(tmp_path: Path) -> None:
         ({"frozen_weights": None}, TypeError, "frozen_weights must be a list of names of weights, but None"),
         ({"frozen_weights": 3}, TypeError, "frozen_weights must be a list of names of weights, but 3"),
         ({"frozen_weights": "fc1.weight"}, TypeError, "frozen_weights must be a list of names of weights, but 'fc1"),
-        ({"model_desc": ModelDescription([1], [2])}, TypeError, "the inputs of a ModelDescription are"),  # type: ignore[list-item]
+        ({"model_desc": ModelDescription([1], [2])}, TypeError, "the inputs of a ModelDescription are"),
         ({"map_optimizer_attributes": lambda name: 3}, TypeError, "for 'fc1.weight' it returned 3"),
         ({"optimizer": "Adam"}, ValueError, "training_optimizer_name must be one of ['AdamOptimizer', 'LambOptimizer'"),
         ({"map_optimizer_attributes": {}}, TypeError, "map_optimizer_attributes must be a function or None"),
@@ -392,7 +392,7 @@ def test_the_window_can_be_assigned() -> None:
         trainer.train_step(x, y)
     assert trainer.global_step_ == 2 and trainer.gradient_accumulation_steps == 3
     with pytest.raises(TypeError, match="gradient_accumulation_steps must be an int"):
-        trainer.gradient_accumulation_steps = 1.5  # type: ignore[assignment]
+        trainer.gradient_accumulation_steps = 1.5
 
 
 def test_a_checkpoint_has_the_step_and_the_scaler(tmp_path: Path) -> None:
@@ -413,7 +413,7 @@ def test_a_checkpoint_has_the_step_and_the_scaler(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match=r"global_step_ stays 8, loss_scaler_ keeps the scale 128\.0"):
         older_api.load_checkpoint(second, tmp_path, "plain")
     with pytest.raises(TypeError, match="checkpoint_state_dict must be a dict or None, but 3"):
-        older_api.save_checkpoint(first, tmp_path, "bad", 3)  # type: ignore[arg-type]
+        older_api.save_checkpoint(first, tmp_path, "bad", 3)
 
 
 def test_inputs_with_names_of_their_own_are_positional() -> None:

@@ -12,7 +12,7 @@ import pytest
 from ort_trainer import TrainStepInfo, amp, compat
 from ort_trainer.compat.options import AdamConfig, LambConfig, SGDConfig, _OptimizerConfig, raising
 from ort_trainer.compat.trainer import ORTTrainer
-from ort_trainer.optim import LinearWarmupLRScheduler, OptimizerConfig
+from ort_trainer.optim import LinearWarmupLRScheduler
 
 from ..helpers import MLP, MLP_DESC
 
@@ -20,7 +20,7 @@ GROUPS = [{"params": ["fc1.weight"], "alpha": 0.8, "beta": 0.7}, {"params": ["fc
 
 
 @pytest.mark.parametrize("config", [AdamConfig, LambConfig])
-def test_parameter_groups_have_two_names(config: type[OptimizerConfig]) -> None:
+def test_parameter_groups_have_two_names(config: type[AdamConfig | LambConfig]) -> None:
     """``param_groups`` is in the example of the documentation of ORTTrainer, ``params`` in the code."""
     documented = config(param_groups=GROUPS, alpha=0.9, beta=0.999)
     for made in (documented, config(GROUPS, alpha=0.9, beta=0.999), config(params=GROUPS)):
@@ -40,8 +40,8 @@ INVALID: list[tuple[Callable[[], Any], str]] = [
     (lambda: _OptimizerConfig("AdamOptimizer", [{"params": ["a"], "alpha": 1}], {"lr": 0.1}), "sets 'alpha', which"),
     (lambda: TrainStepInfo(SGDConfig(), step=-1), "step must not be negative"),
     (lambda: LinearWarmupLRScheduler(-1), "'total_steps' must be positive"),
-    (lambda: amp.DynamicLossScaler(loss_scale="a"), "loss_scale must be an int or float"),  # type: ignore[arg-type]
-    (lambda: ORTTrainer(None, MLP_DESC, SGDConfig()), "model must be a torch.nn.Module"),  # type: ignore[arg-type]
+    (lambda: amp.DynamicLossScaler(loss_scale="a"), "loss_scale must be an int or float"),
+    (lambda: ORTTrainer(None, MLP_DESC, SGDConfig()), "model must be a torch.nn.Module"),
 ]
 
 

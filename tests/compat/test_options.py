@@ -43,7 +43,7 @@ def test_attributes_that_old_scripts_read() -> None:
     assert options._original_opts == {"batch": {"gradient_accumulation_steps": 3}}
     assert ORTTrainerOptions()._original_opts == {}
     with pytest.raises(TypeError, match="options must be ORTTrainerOptions, a dict"):
-        ORTTrainerOptions(3)  # type: ignore[arg-type]
+        ORTTrainerOptions(3)
 
 
 def test_options_are_read_by_documented_names_and_as_lists() -> None:
@@ -51,7 +51,7 @@ def test_options_are_read_by_documented_names_and_as_lists() -> None:
     for found in (options, options.showing({"distributed": {"world_size": 2}}), pickle.loads(pickle.dumps(options))):
         assert found.gelu_recompute is True and found.utils.frozen_weights == ["a"] != ["b"]
         casts = found.graph_transformer.propagate_cast_ops_config
-        assert casts.strategy == PropagateCastOpsStrategy.FLOOD_FILL != PropagateCastOpsStrategy.NONE
+        assert casts.strategy == PropagateCastOpsStrategy.FLOOD_FILL != PropagateCastOpsStrategy.NONE  # type: ignore[comparison-overlap]
         assert casts.propagate_cast_ops_strategy == "FLOOD_FILL" and casts.allow_layer_norm_mod_precision is False
     assert "gelu_recompute" not in options.to_dict()
 
@@ -101,7 +101,7 @@ def test_options_without_effect_are_kept_with_a_warning(given: dict[str, Any]) -
         options = ORTTrainerOptions(given)
     section, values = next(iter(given.items()))
     for key, value in values.items():
-        found = options.to_dict()[section][key]
+        found = dict(options.to_dict())[section][key]
         assert found == ({**found, **value} if isinstance(value, dict) else value)
     with pytest.raises(ValueError, match="has no effect"):
         ort_trainer.ORTTrainerOptions(given)
@@ -136,7 +136,7 @@ def test_what_happens_anyway_is_accepted_silently() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         options = ORTTrainerOptions(given)
-    assert options.graph_transformer.propagate_cast_ops_config.strategy == PropagateCastOpsStrategy.NONE
+    assert options.graph_transformer.propagate_cast_ops_config.strategy == PropagateCastOpsStrategy.NONE  # type: ignore[comparison-overlap]
     assert options.distributed.allreduce_post_accumulation and options.utils.run_symbolic_shape_infer
 
 
@@ -172,4 +172,4 @@ def test_a_memory_limit_set_beforehand_is_that_of_options(monkeypatch: pytest.Mo
     with pytest.raises(ValueError, match="limit must be at least 0, but -1"):
         set_cuda_mem_limit(-1)
     with pytest.raises(TypeError, match="limit must be an int, in bytes, but 'all'"):
-        set_cuda_mem_limit("all")  # type: ignore[arg-type]
+        set_cuda_mem_limit("all")

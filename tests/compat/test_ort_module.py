@@ -35,7 +35,7 @@ def test_options_are_checked(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="onnx_prefix must be provided"):
         DebugOptions(save_onnx=True)
     with pytest.raises(TypeError, match="onnx_prefix must be a string"):
-        DebugOptions(save_onnx=True, onnx_prefix=3)  # type: ignore[arg-type]
+        DebugOptions(save_onnx=True, onnx_prefix=3)
     with pytest.raises(OSError, match="nowhere is not writable"):
         DebugOptions(save_onnx=True, onnx_prefix="my", save_path=str(tmp_path / "nowhere"))
 

@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -43,7 +44,8 @@ def same(first: object, second: object) -> bool:
         return (
             isinstance(second, dict) and first.keys() == second.keys() and all(same(first[k], second[k]) for k in first)
         )
-    return bool((first == second).all()) if hasattr(first, "all") else first == second
+    equal: Any = first == second
+    return bool(equal.all()) if hasattr(first, "all") else equal
 
 
 class Interrupter(threading.Thread):

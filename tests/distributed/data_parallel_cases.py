@@ -309,7 +309,7 @@ def dropout(rank: int, size: int) -> dict[str, Any]:
 def sums(rank: int, size: int) -> dict[str, Any]:
     """Sums of two buckets, in shared memory or sent in several dtypes: numbers whose sum overflows fp16."""
     trainer = make(optim.SGDConfig(lr=0.1))
-    together = trainer.loop.strategy.processes
+    together = trainer.loop.strategy.processes  # type: ignore[attr-defined]
     like = {name: torch.empty(shape) for name, shape in {"a": (5, 3), "b": (7,), "c": ()}.items()}
     found = {}
     for dtype in ("shared", None, torch.float16, torch.bfloat16):

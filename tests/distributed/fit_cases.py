@@ -231,7 +231,7 @@ def different(rank: int, size: int) -> dict[str, Any]:
         {"epochs": 2, "resume": folder / "three.ortckpt"},
     ):
         try:
-            trainer.fit(loader, progress=False, **arguments)  # type: ignore[arg-type]
+            trainer.fit(loader, progress=False, **arguments)
         except ValueError as error:
             errors.append(str(error))
     result = trainer.fit(loader, progress=False)

@@ -67,7 +67,7 @@ def shared_groups(rank: int, size: int) -> dict[str, Any]:
     for timeout in [600] * 5 + [60] * 5:
         trainer = make(optim.SGDConfig(), {"distributed": {"timeout": timeout}})
         counts.append(len(dist.distributed_c10d._world.pg_map))
-        assert trainer.loop.strategy.processes.timeout == timeout
+        assert trainer.loop.strategy.processes.timeout == timeout  # type: ignore[attr-defined]
     return {"counts": counts}
 
 

@@ -88,15 +88,15 @@ def errors(rank: int, size: int) -> dict[str, Any]:
         except Exception as error:
             texts.append(f"{type(error).__name__}: {error}")
 
-    write = manager_module.save_checkpoint_file
+    write = manager_module.save_checkpoint_file  # type: ignore[attr-defined]
 
     def fails(*args: Any, **kwargs: Any) -> None:
         raise OSError("the disk is full")
 
-    manager_module.save_checkpoint_file = fails
+    manager_module.save_checkpoint_file = fails  # type: ignore[attr-defined]
     save()
     save()  # waits for the writing thread, so the file may be written again only after it
-    manager_module.save_checkpoint_file = write
+    manager_module.save_checkpoint_file = write  # type: ignore[attr-defined]
     save(metrics=["wrong"] if rank else None)
     save()
     manager.close()

@@ -169,7 +169,7 @@ def _chain(stage: int, source: str | None, rank: int, size: int) -> Result:
         found |= {f"loaded.{key}": value for key, value in {**weights(trainer), **moments(trainer)}.items()}
         found |= {f"gradient.{name}": value for name, value in loaded["gradients"].items()}
         found["random"] = loaded["random"]
-        found["own_random"] = trainer.loop.executor.generator.get_state().numpy()  # type: ignore[union-attr]
+        found["own_random"] = trainer.loop.executor.generator.get_state().numpy()
         found["window"] = np.array([loaded["window"][key] for key in ("micro_batches", "weight")])
     found["losses"] = np.array(train(trainer, rank, size, 5, first=10))
     trainer.save_checkpoint(_path(f"from{size}_{stage}"), {"from": size}, overwrite=True)

@@ -110,7 +110,7 @@ def loader(rank: int, size: int) -> dict[str, Any]:
     """A DataLoader of accelerate, and a loop of train_step; then fit, which tells the loader of each epoch."""
     torch.manual_seed(0)
     trainer = ORTTrainer(Tiny(), "auto", optim.AdamConfig(lr=0.01))
-    made: Any = DataLoader(points(40), batch_size=8 // size, sampler=Shuffled())  # type: ignore[arg-type]
+    made: Any = DataLoader(points(40), batch_size=8 // size, sampler=Shuffled())
     prepared = Accelerator(cpu=True).prepare(made)
     losses = []
     for epoch in range(2):

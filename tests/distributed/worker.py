@@ -25,7 +25,7 @@ NETWORKED = 3
 def main(module: str, folder: str, *cases: str) -> None:
     torch.set_num_threads(1)
     if int(os.environ.get("WORLD_SIZE", "1")) == NETWORKED:
-        processes.connect = lambda *_: None  # type: ignore[assignment]
+        processes.connect = lambda *_: None  # type: ignore[attr-defined]
     found = importlib.import_module(f"tests.distributed.{module}")
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     for case in cases:

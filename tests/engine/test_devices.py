@@ -22,8 +22,8 @@ def test_without_a_name_the_model_decides_and_then_cuda(monkeypatch: pytest.Monk
     class OnGpu:
         device = torch.device("xpu", 1)
 
-    assert resolve_device(None, [OnGpu()]) == torch.device("xpu", 1)  # type: ignore[list-item]
-    assert resolve_device("cpu", [OnGpu()]) == CPU  # type: ignore[list-item]
+    assert resolve_device(None, [OnGpu()]) == torch.device("xpu", 1)
+    assert resolve_device("cpu", [OnGpu()]) == CPU
 
 
 def test_the_local_rank_chooses_a_device_without_index(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import onnx.parser
 import onnx_ir as ir
 import onnxruntime
 import pytest
 
-from ort_trainer.engine.kernels import FitToKernelsPass
+from ort_trainer.engine.kernels import FitResult, FitToKernelsPass
 from ort_trainer.engine.ort import make_session, session_options
 
 pytestmark = pytest.mark.engine
@@ -23,6 +25,13 @@ def run(model: ir.Model, **inputs: np.ndarray) -> list[np.ndarray]:
     return make_session(data, session_options(None, False), ["CPUExecutionProvider"]).run(None, inputs)
 
 
+def missing(model: ir.Model, source: Callable[[ir.Node], str] = str) -> list[str]:
+    """Fits a model to the kernels; returns the operators that have none."""
+    result = FitToKernelsPass("cpu", source)(model)
+    assert isinstance(result, FitResult)
+    return result.missing
+
+
 def operators(model: ir.Model) -> list[str]:
     return [node.op_type for node in model.graph]
 
@@ -31,7 +40,7 @@ def test_whole_numbers_wrap_around_and_outputs_keep_their_names() -> None:
     model = model_of(
         "agraph (uint8[n] x, uint8[n] y) => (uint8[n] s) <int64 axis = {0}> { p = Mul(x, y) s = CumSum(p, axis) }"
     )
-    assert FitToKernelsPass("cpu", str)(model).missing == []
+    assert missing(model) == []
     assert [value.name for value in model.graph.outputs] == ["s"]
     x, y = np.array([200, 3, 255], np.uint8), np.array([2, 100, 255], np.uint8)
     (found,) = run(model, x=x, y=y)
@@ -41,7 +50,7 @@ def test_whole_numbers_wrap_around_and_outputs_keep_their_names() -> None:
 
 def test_truth_values_are_compared_as_numbers() -> None:
     model = model_of("agraph (bool[n] x, bool[n] y) => (bool[n] z) { z = Less(x, y) }")
-    assert FitToKernelsPass("cpu", str)(model).missing == []
+    assert missing(model) == []
     (found,) = run(model, x=np.array([False, True]), y=np.array([True, True]))
     assert found.tolist() == [True, False]
 
@@ -51,7 +60,7 @@ def test_what_has_a_kernel_stays() -> None:
         "agraph (float[n] x, uint8[n] y, int64[n] i) => (float[n] z, uint8[n] g) { c = Cast <to = 1> (y) z = Add(x, c) "
         "g = Gather(y, i) }"
     )
-    assert FitToKernelsPass("cpu", str)(model).missing == []
+    assert missing(model) == []
     assert operators(model) == ["Cast", "Add", "Gather"]
 
 
@@ -61,7 +70,7 @@ def test_a_sequence_of_halves_stays() -> None:
         "agraph (float16[4] x) => (float16[2] z) <int64 two = {2}, int64 zero = {0}> "
         "{ s = SplitToSequence <axis = 0> (x, two) z = SequenceAt(s, zero) }"
     )
-    assert FitToKernelsPass("cpu", str)(model).missing == []
+    assert missing(model) == []
     (z,) = run(model, x=np.arange(4, dtype=np.float16))
     assert z.tolist() == [0, 1]
 
@@ -70,7 +79,7 @@ def test_bfloat16_is_computed_in_fp32_and_moved_as_it_is() -> None:
     model = model_of(
         "agraph (bfloat16[2, 3] x) => (bfloat16[3, 2] z) { y = Tanh(x) z = Transpose <perm = [1, 0]> (y) }"
     )
-    assert FitToKernelsPass("cpu", str)(model).missing == []
+    assert missing(model) == []
     assert operators(model) == ["Cast", "Tanh", "Cast", "Transpose"]
 
 
@@ -79,16 +88,14 @@ def test_halves_are_not_added_where_they_are_scattered() -> None:
         "agraph (float16[n] x, int64[m] i, float16[m] y) => (float16[n] z) "
         '{ z = ScatterElements <axis = 0, reduction = "add"> (x, i, y) }'
     )
-    assert FitToKernelsPass("cpu", str)(model).missing == []
+    assert missing(model) == []
     x, i = np.ones(3, np.float16), np.array([1, 1])
     assert run(model, x=x, i=i, y=x[:2])[0].tolist() == [1, 3, 1]
 
 
 def test_doubles_are_not_computed_in_less() -> None:
     model = model_of("agraph (double[n] x) => (double[n] z, double[n] a) { z = Erf(x) a = Add(z, x) }")
-    assert FitToKernelsPass("cpu", lambda node: f"line of {node.op_type}")(model).missing == [
-        "Erf of double: line of Erf"
-    ]
+    assert missing(model, lambda node: f"line of {node.op_type}") == ["Erf of double: line of Erf"]
 
 
 def test_kernels_are_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:

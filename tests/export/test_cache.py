@@ -91,7 +91,7 @@ TIED_DESC = {"inputs": [("ids", ["n"]), ("label", ["n"])], "outputs": [("loss", 
 
 def tied_batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
     generator = torch.Generator().manual_seed(3)
-    return [tuple(torch.randint(0, 9, (2, 7), generator=generator)) for _ in range(5)]  # type: ignore[misc]
+    return [tuple(torch.randint(0, 9, (2, 7), generator=generator)) for _ in range(5)]
 
 
 @pytest.mark.parametrize("isolated", [True, False], ids=["child process", "in process"])
@@ -310,10 +310,10 @@ def test_the_option_switches_it_off(folder: Path, log: pytest.LogCaptureFixture)
 def test_the_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("ORT_TRAINER_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert export_cache().folder == tmp_path / "ort_trainer"  # type: ignore[union-attr]
+    assert export_cache().folder == tmp_path / "ort_trainer"
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert export_cache().folder == tmp_path / ".cache" / "ort_trainer"  # type: ignore[union-attr]
+    assert export_cache().folder == tmp_path / ".cache" / "ort_trainer"
 
 
 @pytest.mark.parametrize("value", ["0", "-1", "much"])

@@ -210,5 +210,5 @@ CASES = [
         nn.Conv2d(4, 4, 3),
     ),
     _layer("channel shuffle", nn.ChannelShuffle(2), nn.Conv2d(4, 4, 3, groups=2)),
-    _layer("channels last", nn.Conv2d(4, 4, 3).to(memory_format=torch.channels_last)),
+    _layer("channels last", nn.Conv2d(4, 4, 3).to(memory_format=torch.channels_last)),  # type: ignore[call-overload]
 ]

@@ -106,7 +106,7 @@ def test_what_is_wrong_is_said_before_training(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"keep_best=.*monitors 'eval_loss', which is not in the history"):
         mlp_trainer().fit(train, checkpoints=CheckpointManager(tmp_path, keep_best=("eval_loss", "min")))
     with pytest.raises(TypeError, match="manager must be an ort_trainer.CheckpointManager, but 'folder'"):
-        ManagedCheckpoints("folder")  # type: ignore[arg-type]
+        ManagedCheckpoints("folder")
     assert mlp_trainer().fit(train, checkpoints=CheckpointManager(tmp_path), progress=False).steps == 1
     trainer = mlp_trainer()
     with pytest.raises(FileExistsError, match="has checkpoints of another run, such as .step-00000001.ortckpt.*resume"):

@@ -40,7 +40,7 @@ class _Here:
 
 def _fails(recipe: Recipe, kind: str, folder: Path) -> str:
     """Returns the text of the script of a case that fails."""
-    fuzzer = Fuzzer(folder, _Here())  # type: ignore[arg-type]
+    fuzzer = Fuzzer(folder, _Here())
     fuzzer.take(recipe)
     assert [line for line in fuzzer.failures if kind in line] == fuzzer.failures != []
     (path,) = folder.iterdir()

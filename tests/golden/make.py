@@ -168,7 +168,8 @@ def _artifacts(path: Path) -> None:
 def _artifacts_of_format_1(path: Path) -> None:
     """Format 1 had neither ``index_ranges`` nor ``micro_batches``: updates took the sum of the gradients."""
     import onnx
-    from ort_trainer.api.artifact import METADATA
+
+    from ort_trainer.step.contract import METADATA
 
     path.mkdir()
     trainer = TRAINERS["adam-without-window"]()

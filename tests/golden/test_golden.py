@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import io
 import json
 import logging
@@ -44,10 +45,10 @@ def read(name: str) -> Any:
     if name.startswith("upstream"):
         return read_upstream_checkpoint(path)
     if name.startswith(("api", "artifacts")):
-        state = CheckpointState.load_checkpoint(path)
-        values = {key: None if "nominal" in name else found.data for key, found in state.parameters.items()}
-        found = {"parameters": values, "properties": dict(state.properties)}
-        return found | ({} if "nominal" in name else {"trainer": trainer_state_dict(path)})
+        checkpoint = CheckpointState.load_checkpoint(path)
+        values = {key: None if "nominal" in name else found.data for key, found in checkpoint.parameters.items()}
+        contents = {"parameters": values, "properties": dict(checkpoint.properties)}
+        return contents | ({} if "nominal" in name else {"trainer": trainer_state_dict(path)})
     raise ValueError(name)
 
 
@@ -108,7 +109,7 @@ CHECKS: dict[str, Callable[[Path], Any]] = {
     "artifacts-2-steps": lambda _: trained_on_a_device("artifacts-2", OURS),
     "artifacts-1-steps": lambda _: trained_on_a_device("artifacts-1", "artifacts-1/checkpoint"),
     **{
-        f"{source.replace('/', '-')}-to-{to}": lambda folder, given=(source, to, like): converted(*given, folder)
+        f"{source.replace('/', '-')}-to-{to}": functools.partial(converted, source, to, like)
         for source, to, like in CONVERTED
     },
 }

@@ -128,7 +128,7 @@ def _draw(seed: int) -> tuple[Callable[..., torch.Tensor], Callable[..., torch.T
 
 
 def _classifier(model: nn.Module, *shape: int, classes: int = 3) -> Case:
-    batches = []
+    batches: list[tuple[torch.Tensor, ...]] = []
     for seed in range(2):
         normal, integers = _draw(seed)
         batches.append((normal(6, *shape), integers(classes, 6)))
@@ -146,7 +146,7 @@ def _language(kind: str, decoder: bool = True, **settings: object) -> Case:
 
     config = getattr(transformers, f"{kind}Config")(**settings)
     name = f"{kind}{'ForSequenceClassification' if not decoder else _HEADS.get(kind, 'ForCausalLM')}"
-    batches = []
+    batches: list[tuple[torch.Tensor, ...]] = []
     for seed in range(2):
         _, integers = _draw(seed)
         ids = integers(100, 4, 16)
@@ -160,7 +160,7 @@ def _vit() -> Case:
     sizes = {"image_size": 16, "patch_size": 4, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     config = transformers.ViTConfig(**sizes, **_WIDTHS)
     normal, integers = _draw(0)
-    batches = [(normal(4, 3, 16, 16), integers(2, 4)) for _ in range(2)]
+    batches: list[tuple[torch.Tensor, ...]] = [(normal(4, 3, 16, 16), integers(2, 4)) for _ in range(2)]
     return HuggingFace(transformers.ViTForImageClassification(config), "pixel_values"), batches
 
 
@@ -195,7 +195,7 @@ MODELS: dict[str, Callable[[], Case]] = {
     "mlp": lambda: _classifier(_mlp(nn.ReLU()), 8),
     "mlp with norms": lambda: _classifier(_mlp(nn.LayerNorm(32), nn.GELU(), nn.BatchNorm1d(32)), 8),
     "convolutions": lambda: _classifier(_convolutions(), 3, 16, 16),
-    "channels last": lambda: _classifier(_convolutions().to(memory_format=torch.channels_last), 3, 16, 16),
+    "channels last": lambda: _classifier(_convolutions().to(memory_format=torch.channels_last), 3, 16, 16),  # type: ignore[call-overload]
     "upsampling": lambda: _classifier(_convolutions(nn.Upsample(scale_factor=2, mode="bilinear")), 3, 16, 16),
     "lstm": lambda: _classifier(Recurrent(nn.LSTM, num_layers=2), 6, 8),
     "gru": lambda: _classifier(Recurrent(nn.GRU, bidirectional=True), 6, 8),

@@ -75,7 +75,7 @@ def test_dropout_draws_pytorchs_masks(graphs: str) -> None:
 @pytest.mark.parametrize("name", ["bert", "gpt2"])
 def test_dropout_of_attention_draws_pytorchs_masks(name: str) -> None:
     module, _ = MODELS[name]()
-    config = module.model.config  # type: ignore[union-attr]
+    config = module.model.config
     for key in ("hidden_dropout_prob", "attention_probs_dropout_prob", "resid_pdrop", "embd_pdrop", "attn_pdrop"):
         if hasattr(config, key):
             setattr(config, key, 0.1)

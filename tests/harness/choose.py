@@ -63,17 +63,9 @@ class Measured:
 
     @classmethod
     def read(cls) -> Measured:
-        """Reads the file.
-
-        Raises:
-            SystemExit: If it is missing.
-        """
-        if not MEASURED.exists():
-            raise SystemExit(
-                f"{MEASURED} is missing, which is needed to choose tests: check it out, or run `make reach`"
-            )
-        found = json.loads(MEASURED.read_text())
-        return cls(found["large"], frozenset(found["always"]), found["reach"], found["reach_on_stock"])
+        """Reads the file."""
+        measured = cls(**json.loads(MEASURED.read_text()))
+        return dataclasses.replace(measured, always=frozenset(measured.always))
 
     def to_text(self) -> str:
         """Returns the text of the file."""
@@ -166,17 +158,6 @@ class Affected:
             return self.rank(test), self.distance.get(file, len(import_map.FILES)), _draw(file, seed)
 
         return sorted(filter(runs, tests), key=order)
-
-    def to_text(self) -> str:
-        """Returns this object as JSON."""
-        sets = (sorted(found) for found in (self.certain, self.failed, self.changed))
-        return json.dumps([*sets, dict(self.distance), self.fills])
-
-    @classmethod
-    def from_text(cls, text: str) -> Affected:
-        """Reads what ``to_text`` has written."""
-        certain, failed, changed, distance, fills = json.loads(text)
-        return cls(frozenset(certain), frozenset(failed), frozenset(changed), distance, fills)
 
 
 def _readers(path: str) -> Sequence[str]:

@@ -110,8 +110,7 @@ def _reached(paths: Iterable[Path], step: Callable[[Path], Iterable[Path]]) -> d
 def _running(node: ast.AST) -> Iterator[ast.AST]:
     """Yields the nodes of a file that run, unlike those under ``if TYPE_CHECKING``."""
     for child in ast.iter_child_nodes(node):
-        for_checkers = isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
-        if for_checkers and child not in node.orelse:
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING" and child not in node.orelse:
             continue
         yield child
         yield from _running(child)

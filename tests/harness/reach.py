@@ -93,9 +93,8 @@ def _at_import(path: str) -> frozenset[int]:
 
     def visit(body: Collection[ast.stmt]) -> None:
         for statement in body:
-            inside = isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef))
-            nested = [] if inside else [getattr(statement, name, []) for name in ("body", "orelse", "finalbody")]
-            if inside:
+            nested = [getattr(statement, name, []) for name in ("body", "orelse", "finalbody")]
+            if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef):
                 found.update({statement.lineno, *(decorator.lineno for decorator in statement.decorator_list)})
                 found.update(range(statement.lineno, statement.body[0].lineno))
             elif any(nested):

@@ -10,7 +10,7 @@ import json
 import math
 import resource
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -59,12 +59,14 @@ class Recorder:
         setattr(owner, name, measured)
 
     @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_setup(self, item: pytest.Item) -> Iterator[None]:
+    def pytest_runtest_setup(self, item: pytest.Item) -> Generator[None, Any, Any]:
         item.stash[_BEFORE] = self._now()
         return (yield)
 
     @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[pytest.TestReport]:
+    def pytest_runtest_makereport(
+        self, item: pytest.Item, call: pytest.CallInfo[None]
+    ) -> Generator[None, Any, pytest.TestReport]:
         report = yield
         if call.when == "teardown":
             before = item.stash[_BEFORE]
@@ -101,7 +103,8 @@ class Recorder:
             known["reason"] = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
         elif report.failed:
             known["outcome"] = "failed"
-        crashed = report.when == "???"  # the worker crashed, so no more reports follow
+        # xdist's own phase: the worker crashed, so no more reports follow.
+        crashed = report.when == "???"  # type: ignore[comparison-overlap]
         if report.when == "teardown" or crashed:
             known.update(dict.fromkeys(COSTS, 0) if crashed else report.costs)
             with self._path.open("a") as file:

@@ -10,7 +10,7 @@ from benchmarks.sections import write_section
 
 from .import_map import ROOT
 from .record import COSTS
-from .step import Ended
+from .step import Step
 
 PAGE = ROOT / "docs" / "contributing.md"
 # The commands that sample by a seed.
@@ -19,7 +19,7 @@ SAMPLED = ("quick", "gate", "flakes")
 _MOST = 25
 
 
-def page(command: str, ended: Sequence[Ended], seed: str) -> str:
+def page(command: str, ended: Sequence[Step], seed: str) -> str:
     """Returns the page of a run."""
     parts = [f"# make {'test' if command == 'gate' else command}", *_failures(ended)]
     parts += [
@@ -32,19 +32,19 @@ def page(command: str, ended: Sequence[Ended], seed: str) -> str:
     return "\n\n".join([*parts, _skipped(ended)]) + "\n"
 
 
-def steps(ended: Sequence[Ended]) -> str:
+def steps(ended: Sequence[Step]) -> str:
     """Returns the table of the steps."""
     rows = []
     for one in ended:
         outcomes = Counter(test["outcome"] for test in one.tests)
         counts = [outcomes[kind] or "" for kind in ("passed", "skipped", "failed")]
         result = "failed" if one.failed else "skipped" if one.skipped else "passed"
-        rows.append((one.step.name, result, f"{one.seconds:.0f} s", *counts))
+        rows.append((one.name, result, f"{one.seconds:.0f} s", *counts))
     rows.append(("all", "", f"{sum(one.seconds for one in ended):.0f} s", "", "", ""))
     return table(("step", "result", "time", "tests passed", "skipped", "failed"), rows)
 
 
-def causes(ended: Sequence[Ended]) -> str:
+def causes(ended: Sequence[Step]) -> str:
     """Returns the table of where the tests' time went."""
     rows = []
     for one in ended:
@@ -55,7 +55,7 @@ def causes(ended: Sequence[Ended]) -> str:
         interpreters = total["interpreters"]
         rows.append(
             (
-                one.step.name,
+                one.name,
                 f"{total['seconds']:.0f} s",
                 f"{total['exports']:.0f} s ({total['exports_count']})",
                 f"{total['forks']:.0f} s ({total['forks_count']})",
@@ -68,48 +68,45 @@ def causes(ended: Sequence[Ended]) -> str:
     return table(head, rows)
 
 
-def files(ended: Iterable[Ended]) -> str:
+def files(ended: Iterable[Step]) -> str:
     """Returns the table of the files that take longest."""
-    sums: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    costs: defaultdict[str, Counter[str]] = defaultdict(Counter)
     for one in ended:
         for test in one.tests:
-            found = sums[test["test"].partition("::")[0]]
-            found["tests"] += 1
-            for key in COSTS:
-                found[key] += test[key]
-    longest = sorted(sums.items(), key=lambda item: -item[1]["seconds"])
+            costs[test["test"].partition("::")[0]].update(tests=1, **{key: test[key] for key in COSTS})
+    longest = sorted(costs.items(), key=lambda item: -item[1]["seconds"])
+    others: Counter[str] = Counter()
+    for _, cost in longest[_MOST:]:
+        others.update(cost)
+    entries = [*((f"`{name}`", cost) for name, cost in longest[:_MOST]), (f"{len(longest[_MOST:])} others", others)]
     rows = [
-        (f"`{name}`", found["tests"], f"{found['seconds']:.0f} s", found["exports_count"], f"{found['exports']:.0f} s")
-        for name, found in longest[:_MOST]
+        (name, cost["tests"], f"{cost['seconds']:.0f} s", cost["exports_count"], f"{cost['exports']:.0f} s")
+        for name, cost in entries
     ]
-    others = [found for _, found in longest[_MOST:]]
-    rest = {key: sum(found[key] for found in others) for key in ("tests", *COSTS)}
-    label = f"{len(others)} others"
-    rows.append((label, rest["tests"], f"{rest['seconds']:.0f} s", rest["exports_count"], f"{rest['exports']:.0f} s"))
     return table(("file", "tests", "time", "exports", "of exports"), rows)
 
 
-def write(ended: Sequence[Ended]) -> None:
+def write(ended: Sequence[Step]) -> None:
     """Writes the tables into docs/contributing.md, between their marks."""
     machine = f"Measured by `make everything` on {platform.machine()}, Python {platform.python_version()}."
     write_section(PAGE, "make everything", "\n\n".join([machine, steps(ended), causes(ended), files(ended)]))
 
 
-def _failures(ended: Iterable[Ended]) -> Iterator[str]:
+def _failures(ended: Iterable[Step]) -> Iterator[str]:
     """Yields what failed, with the command that repeats it."""
     for one in ended:
         failed = [test["test"] for test in one.tests if test["outcome"] == "failed"]
         for test in failed:
-            yield f"FAILED {test}\n  {one.step.line(test)}"
+            yield f"FAILED {test}\n  {one.line(test)}"
         if one.failed and not failed:
-            yield f"FAILED {one.step.name}: exit code {one.code}\n  {one.step.line()}"
+            yield f"FAILED {one.name}: exit code {one.code}\n  {one.line()}"
 
 
-def _skipped(ended: Iterable[Ended]) -> str:
-    rows: list[tuple[object, ...]] = [("all", one.step.name, one.skipped) for one in ended if one.skipped]
-    rows += [("all", one.step.name, _GONE) for one in ended if one.code and not one.failed]
+def _skipped(ended: Iterable[Step]) -> str:
+    rows: list[tuple[object, ...]] = [("all", one.name, one.skipped) for one in ended if one.skipped]
+    rows += [("all", one.name, _GONE) for one in ended if one.code and not one.failed]
     reasons = Counter(
-        (one.step.name, test.get("reason", "").removeprefix("Skipped: "))
+        (one.name, test.get("reason", "").removeprefix("Skipped: "))
         for one in ended
         for test in one.tests
         if test["outcome"] == "skipped"

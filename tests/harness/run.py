@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
+import pickle
 import shutil
 import subprocess
 import sys
@@ -18,7 +18,7 @@ from pathlib import Path
 from . import choose, report
 from .import_map import ROOT
 from .reach import ENGINES
-from .step import BUILD, STOCK, Ended, Step, last_failed_in, pytest_step, python
+from .step import BUILD, STOCK, Step, last_failed_in, pytest_step, python
 
 # Less than the three minutes of `make quick`, because what has begun by then takes a while to finish.
 QUICK_SECONDS = 150
@@ -46,8 +46,8 @@ def quick(folder: Path, given: argparse.Namespace) -> Iterator[Step]:
     # The stock engine comes first, because the other tests take all the time that is left.
     for name, chosen, environment in ((ENGINES[1], on_stock, STOCK), (ENGINES[0], affected, {})):
         if chosen.fills or chosen.certain or chosen.failed:
-            path = Step(name, (), folder=folder).file("json")
-            path.write_text(chosen.to_text())
+            path = Step(name, (), folder=folder).file("pickle")
+            path.write_bytes(pickle.dumps(chosen))
             options = (*common, "--affected", str(path))
             yield pytest_step(folder, name, *options, environment=environment, may_be_empty=not chosen.fills)
 
@@ -123,24 +123,16 @@ def main() -> int:
     folder = BUILD / given.command
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    ended: list[Ended] = []
+    ended: list[Step] = []
     for step in COMMANDS[given.command](folder, given):
-        ended.append(_run(step, any(earlier.failed for earlier in ended)))
+        step.run(any(earlier.failed for earlier in ended))
+        ended.append(step)
     page = report.page(given.command, ended, getattr(given, "seed", ""))
     (folder / "page.md").write_text(page)
     print(page)
     if given.command == "everything" and given.write:
         report.write(ended)
     return int(any(step.failed for step in ended))
-
-
-def _run(step: Step, after_failure: bool) -> Ended:
-    if step.needs_all and after_failure:
-        return Ended(step, 0, 0.0, f"an earlier step failed; to run this one anyway: {step.line()}")
-    print(f"== {step.name}", flush=True)
-    start = time.perf_counter()
-    code = subprocess.run(step.command, cwd=ROOT, env={**os.environ, **step.environment}, check=False).returncode
-    return Ended(step, code, time.perf_counter() - start)
 
 
 if __name__ == "__main__":

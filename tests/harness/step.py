@@ -5,25 +5,27 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from .import_map import ROOT
 
-__all__ = ["BUILD", "STOCK", "Ended", "Step", "last_failed_in", "pytest_step", "python"]
+__all__ = ["BUILD", "STOCK", "Step", "last_failed_in", "pytest_step", "python"]
 
 BUILD = ROOT / "build" / "tests"
 STOCK = {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT / ".stock"), os.environ.get("PYTHONPATH")]))}
 WORKERS = 2
-_NO_TESTS = 5
-"""The exit code of pytest if it found none of the tests to run."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Step:
     """One command.
 
@@ -35,6 +37,9 @@ class Step:
         repeats: The words that repeat one of its tests, if it has tests.
         needs_all: Whether to skip it if an earlier step failed.
         may_be_empty: Whether it is no failure if none of its tests exist.
+        code: Its exit code, after it has run.
+        seconds: How long it took.
+        skipped: Why it did nothing; empty if it did something.
     """
 
     name: str
@@ -44,6 +49,9 @@ class Step:
     repeats: Sequence[str] = ()
     needs_all: bool = False
     may_be_empty: bool = False
+    code: int = 0
+    seconds: float = 0.0
+    skipped: str = ""
 
     @property
     def place(self) -> Path:
@@ -59,32 +67,25 @@ class Step:
         command = [*self.repeats, test] if test else self.command
         return shlex.join([*(f"{name}={value}" for name, value in self.environment.items()), *command])
 
-
-@dataclass(frozen=True)
-class Ended:
-    """The outcome of a step.
-
-    Attributes:
-        step: The step.
-        code: Its exit code.
-        seconds: How long it took.
-        skipped: Why it did nothing; empty if it did something.
-    """
-
-    step: Step
-    code: int
-    seconds: float
-    skipped: str = ""
+    def run(self, after_failure: bool) -> None:
+        """Runs the command, unless it needs all earlier steps and one has failed."""
+        if self.needs_all and after_failure:
+            self.skipped = f"an earlier step failed; to run this one anyway: {self.line()}"
+            return
+        print(f"== {self.name}", flush=True)
+        start = time.perf_counter()
+        self.code = subprocess.run(self.command, cwd=ROOT, env={**os.environ, **self.environment}).returncode
+        self.seconds = time.perf_counter() - start
 
     @property
     def failed(self) -> bool:
         """Whether it failed."""
-        return bool(self.code) and not (self.step.may_be_empty and self.code == _NO_TESTS)
+        return bool(self.code) and not (self.may_be_empty and self.code == pytest.ExitCode.NO_TESTS_COLLECTED)
 
     @cached_property
     def tests(self) -> list[dict[str, Any]]:
         """The costs of its tests."""
-        path = self.step.file("jsonl")
+        path = self.file("jsonl")
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 

@@ -194,7 +194,7 @@ def test_what_is_of_a_wrong_kind_in_a_file_is_an_error_of_the_file(trainer: ORTT
     with pytest.raises(CheckpointError, match="holds a value that is invalid in a checkpoint: .*must be a dict"):
         trainer.load_checkpoint(io.BytesIO(bytes_of(state)))
     with pytest.raises(TypeError, match="path must be a path or a binary file"):
-        trainer.load_checkpoint(3)  # type: ignore[arg-type]
+        trainer.load_checkpoint(3)
     with pytest.raises(TypeError, match="must be a dict"):
         trainer.load_state_dict(state)
 

@@ -324,7 +324,8 @@ def test_losses(case: str, tmp_path: Path) -> None:
         torch.manual_seed(0)
         model = Tiny()
         model.config = BertConfig()
-        return weighted.get(kind, kind)(model, arguments(tmp_path, **settings), train_dataset=points(), **own)
+        trainer: Callable[..., Trainer] = weighted.get(kind, kind)
+        return trainer(model, arguments(tmp_path, **settings), train_dataset=points(), **own)
 
     ours, theirs = both(make)
     assert_same_run(ours, theirs)

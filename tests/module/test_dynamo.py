@@ -80,7 +80,7 @@ def test_a_number_that_changes_needs_no_pytorch() -> None:
 
 def test_order_in_memory() -> None:
     eager = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2))
-    eager = eager.to(memory_format=torch.channels_last)
+    eager = eager.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     ours = compiled(eager)
     for x in (torch.randn(2, 3, 6, 6), torch.randn(4, 3, 6, 6)):
         found, expected = ours(x), eager(x)

@@ -47,7 +47,7 @@ def test_a_branch_runs_in_pytorch_with_one_warning(monkeypatch: pytest.MonkeyPat
     eager, ours = pair(Branches())
     tried: list[int] = []
     export = graphs.CallGraphs._export
-    monkeypatch.setattr(graphs.CallGraphs, "_export", lambda *a: tried.append(1) or export(*a))  # type: ignore[func-returns-value]
+    monkeypatch.setattr(graphs.CallGraphs, "_export", lambda *a: tried.append(1) or export(*a))
     with pytest.warns(UserWarning, match="PyTorch runs this call of Branches") as record:
         for x in (X, -X, X[:3], X.abs()):
             assert_same_gradients(eager, ours, lambda module: module(x).sum().backward())  # noqa: B023 - called at once

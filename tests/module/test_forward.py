@@ -89,7 +89,7 @@ class _Adds:
 
 
 def _of_a_hook(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return net._before(x) + 1  # type: ignore[operator]
+    return net._before(x) + 1
 
 
 @pytest.mark.parametrize("make", [_around, _Adds, None, _in_a_global], ids=["closure", "object", "hook", "hidden"])

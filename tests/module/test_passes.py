@@ -358,7 +358,7 @@ def test_other_sizes_are_exported_once_more() -> None:
 
 class Parts(nn.Module):
     def forward(self, parts: dict[str, torch.Tensor], count: int) -> Any:
-        return sum(parts.values()).split(count, 1)  # type: ignore[union-attr]
+        return sum(parts.values()).split(count, 1)
 
 
 @pytest.mark.parametrize("kernels", ["pytorch", "onnxruntime"])

@@ -34,9 +34,9 @@ def test_errors(arguments: dict, error: type[Exception], message: str) -> None:
 def test_assigned_fetches_are_checked(value: object) -> None:
     info = TrainStepInfo(optim.SGDConfig(), fetches=["loss"])
     with pytest.raises(TypeError, match="fetches must be a list of output names, but .* was given"):
-        info.fetches = value  # type: ignore[assignment]
+        info.fetches = value
     assert info.fetches == ["loss"]
-    info.fetches = None  # type: ignore[assignment]
+    info.fetches = None
     assert info.fetches == []
     with pytest.raises(AttributeError, match="fetchs"):
         info.fetchs = ["loss"]  # type: ignore[attr-defined]

@@ -346,7 +346,7 @@ def test_the_trace_must_be_a_path_that_can_be_written(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="profile: trace must be a path, or None for no file, but it is empty"):
         trainer.profile(trace="")
     with pytest.raises(TypeError, match="profile: trace must be a path, or None for no file, but 3 was given"):
-        trainer.profile(trace=3)  # type: ignore[arg-type]
+        trainer.profile(trace=3)
     profiled(trainer, 1, trace=None)
 
 

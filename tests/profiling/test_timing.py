@@ -24,7 +24,7 @@ def session(launches: list[tuple[int, TimedRun | None]]) -> Any:
 
 def test_events_go_to_their_runs() -> None:
     """The second launch failed or was a warm-up; the profiler has lost the end of the last one."""
-    runs = [TimedRun(None, 0) for _ in range(3)]  # type: ignore[arg-type]
+    runs = [TimedRun(None, 0) for _ in range(3)]
     events = [event("session_initialization", 1, 50)]
     events += [node("Add", 102, 3), event("Add_1_fence_before", 102, 1), event("model_run", 100, 10)]
     events += [node("Mul", 201, 3), event("model_run", 200, 10)]

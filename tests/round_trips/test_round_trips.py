@@ -162,7 +162,8 @@ def test_a_checkpoint_in_another_process(trained: dict[str, Trained], elsewhere:
 def test_save_pretrained_and_from_pretrained(trained: dict[str, Trained], elsewhere: Path, name: str) -> None:
     entry = trained[name]
     assert isinstance(entry.model, WithLoss)
-    again = WithLoss(type(entry.model.language_model).from_pretrained(elsewhere / name))
+    kind: Any = type(entry.model.language_model)
+    again = WithLoss(kind.from_pretrained(elsewhere / name))
     assert_equal(again.state_dict(), entry.saved)
     trainer = entry.case.trainer(again)
     trainer.prepare(entry.case.batch)

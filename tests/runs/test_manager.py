@@ -56,7 +56,7 @@ def test_the_last_and_the_best_are_kept(trainer: ORTTrainer, tmp_path: Path) -> 
         assert manager.latest is None and manager.best is None and manager.checkpoints == []
         for step, score in enumerate([0.2, 0.9, float("nan"), 0.9, 0.1], start=1):
             path = save(manager, trainer, step, score=score, other=1)
-            assert path == manager.latest and (made / "latest").read_text() == f"{path.name}\n"
+            assert path == manager.latest and (made / "latest").read_text() == f"{Path(path).name}\n"
         save(manager, trainer, 6)  # without metrics
         assert names(manager) == ["2", "5", "6"] and manager.best == made / "step-00000002.ortckpt"
 
@@ -196,7 +196,7 @@ def test_what_is_wrong_is_refused(trainer: ORTTrainer, tmp_path: Path) -> None:
         ({"overwrite": None}, TypeError, "overwrite must be True or False"),
     ):
         with pytest.raises(error, match=text):
-            CheckpointManager(tmp_path / "none", **wrong)  # type: ignore[arg-type]
+            CheckpointManager(tmp_path / "none", **wrong)
     (tmp_path / "file").write_text("")
     with pytest.raises(NotADirectoryError, match="is a file: choose another"):
         CheckpointManager(tmp_path / "file")
@@ -208,7 +208,7 @@ def test_what_is_wrong_is_refused(trainer: ORTTrainer, tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="the metric 'loss' must be a number, but Tensor"):
         manager.save(trainer, metrics={"loss": torch.ones(2)})
     with pytest.raises(TypeError, match="metrics must be a dict"):
-        manager.save(trainer, metrics=0.5)  # type: ignore[arg-type]
+        manager.save(trainer, metrics=0.5)
     with pytest.raises(TypeError, match="user/thing is a object"):
         manager.save(trainer, user_dict={"thing": object()})
     assert not files(manager) and manager.resume(trainer) is None
@@ -223,7 +223,7 @@ def test_what_is_wrong_is_refused(trainer: ORTTrainer, tmp_path: Path) -> None:
         other.resume(trainer, path=tmp_path / "nothing.ortckpt")
     for method in (other.save, other.resume):  # and the checkpoint is still good
         with pytest.raises(TypeError, match=r"must be an ort_trainer.Position, such as Position\(loader\), but \[1\]"):
-            method(trainer, [1])  # type: ignore[operator]
+            method(trainer, [1])
     assert other.resume(trainer) == {"step": 1}
     save(other, trainer, 2)
     assert [entry.number for entry in other.checkpoints] == [1, 2]
@@ -251,7 +251,7 @@ def test_random_states_are_put_back(trainer: ORTTrainer, tmp_path: Path) -> None
 @pytest.fixture
 def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Yields an event; files are not written until it is set."""
-    may, write = threading.Event(), manager_module.save_checkpoint_file
+    may, write = threading.Event(), manager_module.save_checkpoint_file  # type: ignore[attr-defined]
 
     def slow(*args: Any, **kwargs: Any) -> None:
         assert may.wait(60)
@@ -268,7 +268,7 @@ def test_an_async_save_has_the_state_of_its_moment(held: threading.Event, tmp_pa
     made = mlp_trainer({"batch": {"gradient_accumulation_steps": 2}})
     for batch in BATCHES[:3]:
         made.train_step(*batch)
-    user = {"list": [1], "tensor": torch.ones(2), "array": np.ones(2)}
+    user: dict[str, Any] = {"list": [1], "tensor": torch.ones(2), "array": np.ones(2)}
     made.save_checkpoint(tmp_path / "sync.ortckpt")
     manager = CheckpointManager(tmp_path / "run", async_save=True)
     path = manager.save(made, user_dict=user)
@@ -304,7 +304,7 @@ def test_one_async_save_at_a_time(trainer: ORTTrainer, held: threading.Event, tm
 def test_an_error_of_an_async_save_is_raised_once(
     trainer: ORTTrainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write = manager_module.save_checkpoint_file
+    write = manager_module.save_checkpoint_file  # type: ignore[attr-defined]
 
     def fails(*args: Any, **kwargs: Any) -> None:
         raise OSError("the disk is full")

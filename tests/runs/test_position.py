@@ -172,7 +172,7 @@ def test_another_loader_is_refused() -> None:
     with pytest.raises(TypeError, match="is an iterator, which can be used for one epoch only, but there are 2"):
         list(Position(iter([1])).epochs(2))
     with pytest.raises(TypeError, match="count must be an int"):
-        list(position.epochs(1.0))  # type: ignore[arg-type]
+        list(position.epochs(1.0))
 
 
 def test_another_number_of_processes() -> None:

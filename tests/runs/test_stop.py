@@ -175,7 +175,7 @@ def test_workers_of_a_loader_are_not_torn_out() -> None:
             os._exit(1)
         _, status = os.waitpid(child, 0)
         assert os.WTERMSIG(status) == signal.SIGTERM and not stop
-        loader = DataLoader(BATCHES, batch_size=None, num_workers=1)  # type: ignore[arg-type]
+        loader = DataLoader(BATCHES, batch_size=None, num_workers=1)
         assert len(list(loader)) == 6
 
 

@@ -104,7 +104,7 @@ def test_the_users_dict_without_the_rest(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="there is no checkpoint"):
         read_user_dict(tmp_path / "b")
     with pytest.raises(TypeError, match="path must be a path or a binary file, but a int was given"):
-        read_user_dict(3)  # type: ignore[arg-type]
+        read_user_dict(3)
     path.write_bytes(b"PK\x03\x04")
     with pytest.raises(CheckpointError, match="was written by torch.save"):
         read_user_dict(path)
@@ -167,9 +167,9 @@ def test_bad_paths(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="there is no checkpoint"):
         load_checkpoint_file(tmp_path / "no")
     with pytest.raises(TypeError, match="path must be a path or a binary file, but a int"):
-        save_checkpoint_file(3, {}, {})  # type: ignore[arg-type]
+        save_checkpoint_file(3, {}, {})
     with pytest.raises(TypeError, match="path must be a path or a binary file, but a int"):
-        load_checkpoint_file(3)  # type: ignore[arg-type]
+        load_checkpoint_file(3)
 
 
 def test_bad_files(tmp_path: Path) -> None:

@@ -172,7 +172,7 @@ def annealed(output: Any, x: torch.Tensor, beta: float) -> torch.Tensor:
 class Inside(Encoder):
     """The same, with the loss inside."""
 
-    def forward(self, x: torch.Tensor, beta: float) -> torch.Tensor:  # type: ignore[override]
+    def forward(self, x: torch.Tensor, beta: float) -> torch.Tensor:
         return annealed(super().forward(x), x, beta)
 
 
@@ -198,7 +198,7 @@ def test_a_number_of_the_loss_changes_without_an_export(kind: str) -> None:
         loss.backward()
         optimizer.step()
     assert len(trainer.session.graphs(True)) == 1
-    trainer.loss_parameters["beta"] = "high"  # type: ignore[assignment]
+    trainer.loss_parameters["beta"] = "high"
     with pytest.raises(TypeError, match=r"loss_parameters\['beta'\] must be a number, but 'high' was given"):
         trainer.train_step(x) if kind == "inside" else trainer.train_step(x, x)
     trainer.loss_parameters = {"x": 1.0}

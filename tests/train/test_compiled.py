@@ -119,7 +119,7 @@ def test_fast_masks_are_those_of_programs() -> None:
         torch.manual_seed(3)
         x, label = torch.randn(6, 8), torch.tensor([0, 1, 2, 0, 1, 2])
         found.append(torch.stack([ours.train_step(x, label)[0] for _ in range(4)]))
-    assert_close(*found, 1e-6, "losses")
+    assert_close(found[0], found[1], 1e-6, "losses")
 
 
 class Places(nn.Module):

@@ -121,6 +121,8 @@ def test_rates_are_assigned_live() -> None:
 
 def test_schedules_that_do_not_fit_the_groups() -> None:
     class Own(optim._LRScheduler):
+        rates: list[float]
+
         def get_lr(self, train_step_info):
             return self.rates
 
@@ -143,6 +145,8 @@ def test_schedules_that_do_not_fit_the_groups() -> None:
 
 def test_one_rate_serves_groups_without_their_own() -> None:
     class Own(optim._LRScheduler):
+        rates: list[float]
+
         def get_lr(self, train_step_info):
             return 0.05  # a bare number is as good as a list of it
 
@@ -553,4 +557,4 @@ def test_a_state_without_an_assigned_window_restores_that_of_the_options() -> No
 
 def test_the_name_of_a_parameter_is_a_str() -> None:
     with pytest.raises(TypeError, match=r"the name of a parameter must be a str, but \['fc1.bias'\] \(list\)"):
-        mlp_trainer().get_parameter(["fc1.bias"])  # type: ignore[arg-type]
+        mlp_trainer().get_parameter(["fc1.bias"])

@@ -76,7 +76,7 @@ CONFIGS: dict[str, Any] = {
     "nesterov": (optim.SGDConfig(lr=0.1, momentum=0.9, nesterov=True), {}),
     "lion": (optim.LionConfig(lr=0.01, weight_decay=0.1), {}),
     "adam": (optim.AdamConfig([{**GROUP[0], "alpha": 0.5, "max_norm_clip": 0.2}], lr=0.01, lambda_coef=0.1), {}),
-    "adam after": (optim.AdamConfig(lr=0.01, lambda_coef=0.1, epsilon=1e-3, weight_decay_mode=1), {}),  # type: ignore[arg-type]
+    "adam after": (optim.AdamConfig(lr=0.01, lambda_coef=0.1, epsilon=1e-3, weight_decay_mode=1), {}),
     "uncorrected": (optim.AdamConfig(lr=0.01, do_bias_correction=False), {"utils": {"grad_norm_clip": False}}),
     "lamb": (optim.LambConfig(lr=0.01, lambda_coef=0.1, do_bias_correction=True, ratio_max=2.0), {}),
     "accumulated": (optim.AdamWConfig(lr=0.01), {"batch": {"gradient_accumulation_steps": 2}}),

@@ -66,7 +66,7 @@ def texts(size: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 MODELS: dict[str, tuple[type[nn.Module], Any, list[Any]]] = {
-    "mlp": (lambda: MLP(dropout=0.25), lambda size: mlp_batches(1, size)[0], ["batch", 8]),  # type: ignore[dict-item]
+    "mlp": (lambda: MLP(dropout=0.25), lambda size: mlp_batches(1, size)[0], ["batch", 8]),
     "convolutions": (Convolutions, images, ["batch", 3, 8, 8]),
     "texts": (Texts, texts, ["batch", 6]),
 }

@@ -81,7 +81,7 @@ class PaperLamb(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "decay": decay})
 
     @torch.no_grad()
-    def step(self) -> None:  # type: ignore[override]
+    def step(self) -> None:
         for group in self.param_groups:
             for p in group["params"]:
                 state = self.state[p]

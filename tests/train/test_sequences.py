@@ -68,7 +68,7 @@ def test_language_model_of_a_transformer() -> None:
 class RecurrentLanguageModel(nn.Module):
     """Gets its last state, detached, as in a script that processes a long text."""
 
-    def __init__(self, kind: type[nn.RNNBase]) -> None:
+    def __init__(self, kind: type[nn.LSTM | nn.GRU]) -> None:
         super().__init__()
         self.embedding, self.decoder = nn.Embedding(TOKENS, 8), nn.Linear(8, TOKENS)
         self.rnn = kind(8, 8, num_layers=2)
@@ -97,7 +97,9 @@ class GRULanguageModel(RecurrentLanguageModel):
 
 @pytest.mark.parametrize("kernels", ["auto", "onnxruntime"])
 @pytest.mark.parametrize(("model", "names"), [(LSTMLanguageModel, "hc"), (GRULanguageModel, "h")], ids=["lstm", "gru"])
-def test_language_model_that_carries_its_state(model: type[RecurrentLanguageModel], names: str, kernels: str) -> None:
+def test_language_model_that_carries_its_state(
+    model: type[LSTMLanguageModel | GRULanguageModel], names: str, kernels: str
+) -> None:
     ours = model()
     theirs = copy.deepcopy(ours)
     pointers = [weight.data_ptr() for weight in ours.rnn._flat_weights]
@@ -213,7 +215,7 @@ PACKED: dict[str, tuple[Any, ...]] = {
 
 
 def packed_batches(shortened: int) -> list[tuple[torch.Tensor, ...]]:
-    found = []
+    found: list[tuple[torch.Tensor, ...]] = []
     for steps, size in SHAPES:
         longest = max(1, steps - shortened)
         lengths = torch.randint(1, longest + 1, (size,))

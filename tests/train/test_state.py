@@ -381,7 +381,7 @@ def test_missing_sections_are_warned_about(trained: ORTTrainer) -> None:
             scheduled.load_state_dict(changed)
         scheduled.load_state_dict(changed, strict=False)
     with pytest.raises(TypeError, match="state_dict must be a dict, but a list was given"):
-        trainer.load_state_dict([])  # type: ignore[arg-type]
+        trainer.load_state_dict([])
 
 
 def test_a_state_from_the_middle_of_a_window_without_gradients_begins_it_anew(trained: ORTTrainer) -> None:

@@ -458,7 +458,7 @@ def test_what_has_no_equivalent(make: Make, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         optim.from_torch(make(MLP().parameters()))
     with pytest.raises(TypeError, match="takes an optimizer of torch.optim"):
-        optim.from_torch(torch.optim.Adam)  # type: ignore[arg-type]
+        optim.from_torch(torch.optim.Adam)
 
 
 def test_an_optimizer_with_state_is_no_config() -> None:

@@ -103,7 +103,7 @@ def test_the_three_calls_of_the_cpp_class() -> None:
     trainer, theirs = pair(2)
     assert trainer.session is None
     trainer.prepare(mlp_batches(1)[0])
-    session = trainer.session
+    session: Any = trainer.session
     assert session.input_names(True) == session.input_names(False) == ["x", "label"]
     assert session.output_names(True) == session.output_names(False) == ["loss", "logits"]
     batches = iter(mlp_batches(100))

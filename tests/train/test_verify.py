@@ -33,6 +33,7 @@ class Outside:
     """Holds a value whose changes no guard sees in these tests."""
 
     factor = 1.0
+    slope: float
 
 
 class Model(nn.Module):
@@ -158,7 +159,7 @@ class HookedMLP(MLP):
 
     def __init__(self) -> None:
         super().__init__()
-        self.gain = torch.ones(())
+        self.gain: Any = torch.ones(())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = torch.relu(self.fc1(x))
@@ -181,7 +182,7 @@ def test_a_wrong_gradient_is_found() -> None:
 def test_each_so_many_th_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     """A micro-batch's own gradients are compared; a step that was refused is compared again."""
     compared: list[float] = []
-    run = builder.run_eagerly
+    run = builder.run_eagerly  # type: ignore[attr-defined]
 
     def counted(*args: Any) -> Any:
         compared.append(args[3])

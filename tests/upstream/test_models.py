@@ -150,7 +150,7 @@ def test_what_is_not_converted(mlp: Path, capsys: pytest.CaptureFixture[str]) ->
     with pytest.raises(ValueError, match="the same folder"):
         convert_artifacts(mlp, mlp)
     with pytest.raises(TypeError, match="target must be the path"):
-        convert_artifacts(mlp, 3)  # type: ignore[arg-type]
+        convert_artifacts(mlp, 3)
     (mlp / "training_model.onnx").unlink()
     with pytest.raises(FileNotFoundError, match="there is no model .*training_model.onnx"):
         convert_artifacts(mlp, mlp.parent / "target")

@@ -401,9 +401,9 @@ def test_refused_parameters(path: Path, properties: dict[str, Any], error: type[
 def test_refused_arguments(path: Path) -> None:
     x, y = mlp_batches(1)[0]
     with pytest.raises(TypeError, match="path_or_bytes must be a path or a serialized model"):
-        TrainingSession(3, parameters())  # type: ignore[arg-type]
+        TrainingSession(3, parameters())
     with pytest.raises(TypeError, match="parameters must be TrainingParameters, but a dict"):
-        TrainingSession(path, {})  # type: ignore[arg-type]
+        TrainingSession(path, {})
     with pytest.raises(ExportError, match="not an ONNX model"):
         TrainingSession(b"abc", parameters())
     with pytest.raises(ValueError, match=r"providers has \['NoExecutionProvider'\], unknown to ONNX Runtime"):
@@ -423,7 +423,7 @@ def test_refused_arguments(path: Path) -> None:
     with pytest.raises(TypeError, match=r"unknown inputs \['z'\]"):
         session.run(["loss"], {**feed(x, y, **{RATE: 0.1}), "z": np.ones(1)})
     with pytest.raises(TypeError, match="iobinding must come from the training session's io_binding"):
-        session.run_with_iobinding(3)  # type: ignore[arg-type]
+        session.run_with_iobinding(3)
     for rate, message in ((np.nan, "finite number, at least 0, but nan"), (-1.0, "but -1.0 was given")):
         with pytest.raises(ValueError, match=message):
             session.run(["loss"], feed(x, y, **{RATE: rate}))
@@ -432,7 +432,7 @@ def test_refused_arguments(path: Path) -> None:
     ):
         session.run(["loss"], {**feed(x, y), RATE: np.ones(2, np.float32)})
     with pytest.raises(TypeError, match="the inputs must be a dict of names and values, but a list"):
-        session.run(["loss"], [x])  # type: ignore[arg-type]
+        session.run(["loss"], [x])
     with pytest.raises(TypeError, match="output_names must be a list of names, but 'loss'"):
         session.run("loss", feed(x, y, **{RATE: 0.1}))
     cpu = "CPUExecutionProvider"
@@ -600,14 +600,14 @@ def test_properties_are_checked(name: str, value: Any, message: str) -> None:
 
 def test_parameters_are_values() -> None:
     one, other = TrainingParameters(), TrainingParameters()
-    one.weights_to_train = ["a"]  # type: ignore[assignment]
+    one.weights_to_train = ["a"]
     assert one.weights_to_train == {"a"} and other.weights_to_train == set() and one != other
     one.loss_scale = 2
     assert isinstance(one.loss_scale, float)
     with pytest.raises(AttributeError, match="TrainingParameters has no property 'wieghts'"):
-        one.wieghts = 3  # type: ignore[attr-defined]
+        one.wieghts = 3
     with pytest.raises(TypeError, match="must be a dict of dicts"):
-        one.set_optimizer_initial_state({"a": 3})  # type: ignore[dict-item]
+        one.set_optimizer_initial_state({"a": 3})
 
 
 def test_methods_that_there_are_not_say_what_there_is_instead(model: MLP) -> None:

@@ -37,7 +37,7 @@ def function(values: list[torch.Tensor]) -> tuple[Any, ...]:
 
 
 def test_a_size_is_captured_when_it_comes_for_the_fourth_time_and_at_most_four_are() -> None:
-    captures = Captures("auto", META)
+    captures: Any = Captures("auto", META)
     plans: list[dict[Any, Any]] = [{} for _ in range(5)]
     runs = [[captures.run(plan, function, STATE, []) for _ in range(5)] for plan in plans]
     assert runs[:4] == [[(1,)] * 3 + [("captured", 1)] * 2] * 4
@@ -58,7 +58,8 @@ def test_what_reads_values_back_is_not_captured(way: str) -> None:
             raise RuntimeError("called a synchronizing CUDA operation")
         return (count,)
 
-    captures, plan = Captures(way, META), {}
+    captures: Any = Captures(way, META)
+    plan: dict[Any, Any] = {}
     with (
         pytest.raises(RuntimeError, match="the step can't be a CUDA graph: an operator reads values back: called")
         if (way == "on")
@@ -71,6 +72,7 @@ def test_what_reads_values_back_is_not_captured(way: str) -> None:
 
 
 def test_a_number_on_the_cpu_would_be_kept_by_a_graph() -> None:
-    captures, plan = Captures("auto", META), {}
+    captures: Any = Captures("auto", META)
+    plan: dict[Any, Any] = {}
     assert [captures.run(plan, function, [*STATE, torch.tensor(2.0)], []) for _ in range(6)] == [(2,)] * 6
     assert CapturedRun not in plan

@@ -149,7 +149,7 @@ def test_memory_is_free_as_soon_as_nothing_needs_it() -> None:
 def test_new_tensors_are_made_on_the_device_of_the_step() -> None:
     sum_of_both = "aten.add.Tensor", [{"v": 0}, {"v": 1}], {}
     steps = [("aten.arange.default", [4], {}), ("aten.full.default", [[4], 2.0], {}), sum_of_both]
-    found = Program([], {}, steps, [(2, None)])  # type: ignore[arg-type]
+    found = Program([], {}, steps, [(2, None)])
     call = [LoadedCall("node", found, [], ["y"])]
     (here,) = compiled(call, [], ["y"])([])
     (there,) = compiled(call, [], ["y"], device=torch.device("meta"))([])

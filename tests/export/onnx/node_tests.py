@@ -93,7 +93,7 @@ def cases_of(found: Sequence[tuple[str, onnx.ModelProto, float, float, Any]]) ->
     """Returns tests from names, models, tolerances and data."""
     models = {name: model for name, model, *_ in found}
     return [
-        Case(name, model, *data, rtol, atol, _node(models.get(name.removesuffix("_expanded"), model)), _left_out(model))
+        Case(name, model, *data, rtol, atol, _node(models.get(name.removesuffix("_expanded"), model)), _left_out(model))  # type: ignore[call-arg]
         for name, model, rtol, atol, data in found
     ]
 

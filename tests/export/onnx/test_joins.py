@@ -74,7 +74,7 @@ def test_heads_that_are_broadcast() -> None:
     torch.testing.assert_close(found(q, k, v, mask)["y"], torch.softmax(q @ k + mask, -1) @ v)
 
 
-ODD = {
+ODD: dict[str, tuple[str, dict[str, tuple[int, ...]]]] = {
     "a bias that makes the product larger": (
         "<float[4,1] w = {1, 2, 3, 4}, float[5] b = {1, 2, 3, 4, 5}> { p = MatMul(x, w)  y = Add(p, b) }",
         {"x": (3, 4)},

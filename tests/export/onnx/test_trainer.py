@@ -446,7 +446,7 @@ def test_a_registered_operator(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.testing.assert_close(trainer.get_parameter("w"), (weight - 0.1 * weight.grad).detach())
     assert len(trainer.session.graphs(True)) == 1
     with pytest.raises(TypeError, match="function must be callable, but 3 was given"):
-        register_onnx_operator("A", 3)  # type: ignore[arg-type]
+        register_onnx_operator("A", 3)
 
 
 def detached(p: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

@@ -171,9 +171,9 @@ def test_ctc_loss_of_what_can_not_be_aligned(zero_infinity: bool) -> None:
 @pytest.mark.parametrize("reduction", [0, 1, 2])
 def test_triplet_margin_loss(swap: bool, reduction: int) -> None:
     ours = replacements()[torch, "triplet_margin_loss"]
-    triplet = [torch.randn(6, 3) for _ in range(3)]
+    triplet: Any = [torch.randn(6, 3) for _ in range(3)]
     compare(ours, torch.triplet_margin_loss, *triplet, 0.5, 2.0, 1e-6, swap, reduction)
-    expected = torch.triplet_margin_loss(*triplet, 0.5, 2.0, 1e-6, swap, reduction)
+    expected = torch.triplet_margin_loss(*triplet, 0.5, 2.0, 1e-6, swap, reduction)  # type: ignore[call-arg]
     torch.testing.assert_close(ours(*triplet, torch.tensor(0.5), 2.0, 1e-6, swap, reduction), expected)
 
 

@@ -14,7 +14,7 @@ VALUES = torch.tensor([[1.0, -2.0], [1e-3, 0.0]])
 
 def said(ours: torch.Tensor, theirs: torch.Tensor, spread: float = 0.0, **others: object) -> str:
     rounding = others.pop("rounding", torch.float32)
-    return report({"it": ours}, {"it": theirs}, rounding, lambda seed: {"it": theirs + spread}, **others)  # type: ignore[arg-type]
+    return report({"it": ours}, {"it": theirs}, rounding, lambda seed: {"it": theirs + spread}, **others)
 
 
 @pytest.mark.parametrize(

@@ -99,7 +99,7 @@ def test_translation_of_an_operator_of_ones_own() -> None:
     triple = torch.ops.ort_trainer_tests.triple.default
 
     def translated(value: Any) -> Any:
-        return onnxscript.opset18.Mul(value, onnxscript.opset18.CastLike(3.0, value))
+        return onnxscript.opset18.Mul(value, onnxscript.opset18.CastLike(3.0, value))  # type: ignore[type-var]
 
     register_operator(triple, translation=translated)
     compare(lambda x: x * triple(x.detach()))

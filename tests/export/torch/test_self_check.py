@@ -88,7 +88,7 @@ def losing_updates_of_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
         made = export(*args)
         return dataclasses.replace(made, step=dataclasses.replace(made.step, buffer_updates={}))
 
-    export = self_check.export
+    export = self_check.export  # type: ignore[attr-defined]
     monkeypatch.setattr(self_check, "export", lossy)
 
 

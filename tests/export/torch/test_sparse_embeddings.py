@@ -61,7 +61,7 @@ def test_a_module_gives_dense_gradients(kind: str) -> None:
     reference = copy.deepcopy(model)
     compiled = ORTModule(model) if kind == "module" else torch.compile(model, backend="ort_trainer")
     in_pytorch(reference, data, torch.optim.SGD(reference.parameters(), lr=0.5))
-    in_pytorch(compiled, data, torch.optim.SGD(model.parameters(), lr=0.5))  # type: ignore[arg-type]
+    in_pytorch(compiled, data, torch.optim.SGD(model.parameters(), lr=0.5))
     torch.testing.assert_close(dict(model.named_parameters()), dict(reference.named_parameters()))
     assert model.table.grad is not None and model.table.grad.layout is torch.strided
     with pytest.raises(RuntimeError, match="SparseAdam does not support dense gradients"):

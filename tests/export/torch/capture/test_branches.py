@@ -146,7 +146,8 @@ def batches(*factors: float) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 def trained(model: Net, data: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[float | str]:
     """Trains in PyTorch; returns losses, and the names of the errors of batches that are skipped."""
-    optimizer, results = torch.optim.SGD(model.parameters(), lr=1e-7), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-7)
+    results: list[float | str] = []
     for x, y in data:
         calls = model.calls.clone()
         optimizer.zero_grad()

@@ -189,7 +189,7 @@ def test_a_loss_without_a_label(desc: str) -> None:
 
 def test_a_loss_parameter_is_not_a_label() -> None:
     def loss_fn(prediction: torch.Tensor, margin: torch.Tensor) -> torch.Tensor:
-        return F.triplet_margin_loss(*prediction, margin=margin)  # type: ignore[misc]
+        return F.triplet_margin_loss(*prediction, margin=margin)
 
     x = torch.ones(5, 8)
     assert list(name_sample(Triplet(), loss_fn, (x, x, x), {}, ["margin"])) == ["anchor", "positive", "negative"]
@@ -231,8 +231,8 @@ def test_labels_beside_arguments_of_any_name() -> None:
         (F.cross_entropy, (x, label), {}, (label,)),
     ):
         model = AnyName()
-        expected = loss_fn(model(x), *values).detach()  # type: ignore[operator]
-        trainer = ORTTrainer(model, "auto", optim.SGDConfig(lr=0.0), loss_fn=loss_fn)  # type: ignore[arg-type]
+        expected = loss_fn(model(x), *values).detach()
+        trainer = ORTTrainer(model, "auto", optim.SGDConfig(lr=0.0), loss_fn=loss_fn)
         assert_close(trainer.eval_step(*args, **kwargs)[0], expected, 1e-5, str(kwargs))
     with pytest.raises(TypeError, match=r"inputs \['y'\] may be for forward.*name labels as .*\['target', 'weight'\]"):
         ORTTrainer(AnyName(), "auto", CONFIG, loss_fn=weighted).train_step(x=x, y=label, w=weight)
@@ -241,7 +241,7 @@ def test_labels_beside_arguments_of_any_name() -> None:
 def test_a_loss_function_that_returns_nothing() -> None:
     x, label = mlp_batches(1)[0]
     with pytest.raises(ExportError, match=r"loss_fn returned None for the prediction and the labels \['label'\]"):
-        ORTTrainer(MLP(), "auto", CONFIG, loss_fn=lambda output, target: None).train_step(x, label)  # type: ignore
+        ORTTrainer(MLP(), "auto", CONFIG, loss_fn=lambda output, target: None).train_step(x, label)
 
 
 def test_what_is_not_clear() -> None:
@@ -346,7 +346,7 @@ def test_a_capture_that_fails_with_open_sizes_leaves_those_of_the_first_dimensio
         "IntegerLength: TypeError: a length must be an int"
     )
     model = IntegerLength()
-    model.forward = lambda tokens, targets: 1 / 0  # type: ignore[method-assign]
+    model.forward = lambda tokens, targets: 1 / 0
     with pytest.raises(ExportError, match="ZeroDivisionError"):
         ORTTrainer(model, "auto", CONFIG).train_step(tokens, tokens)
 

@@ -111,7 +111,7 @@ def print_key() -> None:
 
 
 def renamed(part: str, number: int, name: str) -> dict[str, Any]:
-    entries = list(DESC[part])
+    entries: list[Any] = list(DESC[part])  # type: ignore[call-overload]
     entries[number] = (name, *entries[number][1:])
     return {**DESC, part: entries}
 
@@ -161,7 +161,7 @@ def test_what_works_on_the_program_counts(setting: str, monkeypatch: pytest.Monk
     if setting == "defaults":
         monkeypatch.setattr(torch, "get_default_dtype", lambda: torch.float64)
     elif setting == "config":
-        with torch.fx.experimental._config.patch(backed_size_oblivious=True):
+        with torch.fx.experimental._config.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]
             assert key() != before
         return
     elif setting == "engine":

@@ -208,7 +208,7 @@ def test_edges_go_through_as_in_pytorch(name: str, monkeypatch: pytest.MonkeyPat
 
 def _attention(mask: Callable[[int], torch.Tensor], width: int = 5) -> Function:
     """Returns attention of rows to each other, with a mask for their number."""
-    return lambda x: F.scaled_dot_product_attention(*[x.reshape(1, 1, -1, width)] * 3, mask(x.shape[0]))
+    return lambda x: F.scaled_dot_product_attention(*[x.reshape(1, 1, -1, width)] * 3, attn_mask=mask(x.shape[0]))
 
 
 def _count(size: int) -> torch.Tensor:

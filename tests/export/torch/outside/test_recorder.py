@@ -97,7 +97,7 @@ def test_pytorch_runs_a_call_from_where_it_was(name: str) -> None:
 
 def test_containers_of_a_model_stay_the_same_objects(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ORT_TRAINER_EXPORT_IN_PROCESS", "1")
-    settings = {"scales": [2.0]}
+    settings: Any = {"scales": [2.0]}
     model = Net(lambda net, h: h * net.settings["scales"][0], settings=settings)
     trainer_of(model).train_step(X, Y)
     assert model.settings is settings
