@@ -205,7 +205,7 @@ DECAYS = {
     "max_norm_clip": CLIP,
     "do_bias_correction": [(1, TypeError, "'do_bias_correction' must be a bool")],
 }
-STEPS = [(0, ValueError, "'total_steps' must be positive"), (1.5, TypeError, "'total_steps' must be an int")]
+STEPS = [(0, ValueError, "'total_steps' must be at least 1"), (1.5, TypeError, "'total_steps' must be an int")]
 WARMUP = [(1.0, ValueError, "'warmup' is a share of total_steps"), ("0", TypeError, "'warmup' must be a number")]
 CONSTRUCTORS: dict[Callable[..., Any], tuple[dict[str, Any], dict[str, list[tuple[Any, type[Exception], str]]]]] = {
     ORTTrainer: (
@@ -232,8 +232,8 @@ CONSTRUCTORS: dict[Callable[..., Any], tuple[dict[str, Any], dict[str, list[tupl
             "optimizer_config": [(None, TypeError, "optimizer_config must be an optimizer config")],
             "all_finite": [(1, TypeError, "all_finite must be a bool")],
             "fetches": [("loss", TypeError, "fetches must be a list"), (3, TypeError, "fetches must be a list")],
-            "optimization_step": [(-1, ValueError, "must not be negative"), (1.0, TypeError, "must be an int")],
-            "step": [(-1, ValueError, "must not be negative"), ("1", TypeError, "must be an int")],
+            "optimization_step": [(-1, ValueError, "must be at least 0"), (1.0, TypeError, "must be an int")],
+            "step": [(-1, ValueError, "must be at least 0"), ("1", TypeError, "must be an int")],
         },
     ),
     optim.OptimizerConfig: (

@@ -209,8 +209,9 @@ def test_a_steady_step_keeps_its_way_short() -> None:
 
 def test_an_export_keeps_its_way_short(monkeypatch: pytest.MonkeyPatch) -> None:
     """As above. The notes of what is read, changed, left and kept outside, the names in code, generators of random
-    numbers, conditions on values, masks of attention, and kinds of kernels have stations."""
+    numbers, conditions on values, masks of attention, and kinds of kernels have stations; programs are divided with a
+    walk that others share."""
     monkeypatch.setenv("ORT_TRAINER_CACHE", "off")
     way = importlib.import_module("way").one_export().counts_of_stations
-    assert way["hops"] <= 50, way
+    assert way["hops"] <= 51, way
     assert way["files"] <= 43, way

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from ..core.errors import shown
+from ..core.errors import check_count, shown
 from ..optim.step_info import TrainStepInfo
 
 __all__ = ["DynamicLossScaler", "LossScaler"]
@@ -110,10 +110,7 @@ class DynamicLossScaler(LossScaler):
         super().__init__(loss_scale)
         if not isinstance(automatic_update, bool):
             raise TypeError(f"automatic_update must be a bool, but {shown(automatic_update)} was given")
-        if isinstance(up_scale_window, bool) or not isinstance(up_scale_window, int):
-            raise TypeError(f"up_scale_window must be an int, but {shown(up_scale_window)} was given")
-        if up_scale_window < 1:
-            raise ValueError(f"up_scale_window must be at least 1, but {up_scale_window} was given")
+        check_count("up_scale_window", up_scale_window)
         self.automatic_update = automatic_update
         self.up_scale_window = up_scale_window
         self.min_loss_scale = _positive("min_loss_scale", min_loss_scale)

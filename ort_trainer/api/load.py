@@ -6,6 +6,7 @@ import os
 from typing import Generic, TypeVar
 
 from ..core.errors import shown
+from ..engine.contained import check_contained, custom_operators
 from ..engine.ort import (
     Device,
     InferenceSession,
@@ -19,7 +20,6 @@ from ..engine.ort import (
 )
 from ..step.contract import METADATA, OptimizerModel, Step, from_metadata
 from .artifact_checks import check_described, check_fits
-from .contained import check_contained, custom_operators
 from .live_state import LiveState
 
 __all__ = ["Loaded", "ModelSource", "check_options", "check_run_options", "load_model"]

@@ -76,11 +76,12 @@ def convert_artifacts(source: PathLike, target: PathLike, *, include_optimizer_s
         TypeError: If an argument is not a path.
         FileNotFoundError: If a file, or the parent of the target, does not exist.
         CheckpointError: If the checkpoint is damaged or of another kind.
-        ValueError: If a model is damaged, or has unsupported operators.
+        ValueError: If a model is damaged, keeps a tensor in another file, or has unsupported operators.
 
     Example:
         >>> convert_artifacts("upstream", "ours")
     """
+    from ..engine.contained import check_contained
     from ..upstream import models
     from .files import (
         CHECKPOINT,
@@ -105,7 +106,9 @@ def convert_artifacts(source: PathLike, target: PathLike, *, include_optimizer_s
     def data(name: str) -> bytes:
         if not (folder / name).is_file():
             raise FileNotFoundError(f"there is no model {str(folder / name)!r}")
-        return (folder / name).read_bytes()
+        model = (folder / name).read_bytes()
+        check_contained(model, name)
+        return model
 
     converted: dict[str, Any] = {}
     for name, kind in ((TRAINING_MODEL, "training"), (EVALUATION_MODEL, "evaluation")):

@@ -18,6 +18,7 @@ __all__ = [
     "MissingStateWarning",
     "ValueBranchError",
     "VerificationError",
+    "check_count",
     "instead",
     "shown",
     "warn",
@@ -92,6 +93,22 @@ def shown(value: Any) -> str:
 def instead(kind: type) -> str:
     """Returns advice for a class that was given instead of an object."""
     return f"pass an object, {kind.__name__}(...)"
+
+
+def check_count(name: str, value: Any, minimum: int = 1, optional: bool = False) -> None:
+    """Checks a number that the user has given.
+
+    Raises:
+        TypeError: If it is not an int, or None, if ``optional``.
+        ValueError: If it is below the minimum.
+    """
+    if value is None and optional:
+        return
+    none = ", or None" if optional else ""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int{none}, but {shown(value)} ({type(value).__name__}) was given")
+    if value < minimum:
+        raise ValueError(f"{name} must be at least {minimum}{none}, but {value} was given")
 
 
 def was_given(value: Any) -> str:

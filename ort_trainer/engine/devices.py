@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["as_default_generator", "default_generator", "resolve_device"]
+__all__ = ["as_default_generator", "default_generator", "device_of", "resolve_device"]
 
 
 def resolve_device(
@@ -57,6 +57,11 @@ def resolve_device(
     if index >= count:
         raise ValueError(f"device.id {name!r} was asked for, but there are {count} {title} devices")
     return torch.device(device.type, index)
+
+
+def device_of(tensors: Iterable[torch.Tensor]) -> torch.device:
+    """Returns the device of the first tensor; the CPU if there is none."""
+    return next((value.device for value in tensors), torch.device("cpu"))
 
 
 def default_generator(device: torch.device) -> torch.Generator:

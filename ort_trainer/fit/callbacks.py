@@ -8,12 +8,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..core.errors import shown
+from ..core.errors import check_count, shown
 from ..runs import CheckpointManager
 from ..runs.trainer import Trainer
 from .state import FitState
 
-__all__ = ["Callback", "Checkpoints", "EarlyStopping", "ManagedCheckpoints", "check_interval"]
+__all__ = ["Callback", "Checkpoints", "EarlyStopping", "ManagedCheckpoints"]
 
 
 class Callback:
@@ -78,20 +78,6 @@ class Callback:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores what :meth:`state_dict` returned."""
-
-
-def check_interval(name: str, value: Any, optional: bool = False) -> None:
-    """Checks a count given by the user.
-
-    Raises:
-        TypeError, ValueError: If it is not an int of at least 1 (or None, if ``optional``).
-    """
-    if value is None and optional:
-        return
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an int, but {shown(value)} ({type(value).__name__}) was given")
-    if value < 1:
-        raise ValueError(f"{name} must be at least 1, but {value} was given")
 
 
 def _check_name(who: str, name: str, names: set[str]) -> None:
@@ -159,7 +145,7 @@ class EarlyStopping(_Monitor):
     def __init__(
         self, monitor: str | None = None, patience: int = 3, mode: str = "min", min_delta: float = 0.0
     ) -> None:
-        check_interval("patience", patience)
+        check_count("patience", patience)
         super().__init__(monitor, mode, min_delta)
         self.patience, self.waited = patience, 0
 
@@ -194,7 +180,7 @@ class _Saving(Callback):
     """
 
     def __init__(self, every_n_batches: int | None) -> None:
-        check_interval("every_n_batches", every_n_batches, optional=True)
+        check_count("every_n_batches", every_n_batches, optional=True)
         self.every_n_batches = every_n_batches
         self._saved = (0, 0)
 

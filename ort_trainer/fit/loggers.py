@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from ..core.atomic import atomic_path, check_target
+from ..core.errors import check_count
 from ..runs.trainer import Trainer
-from .callbacks import Callback, check_interval
+from .callbacks import Callback
 from .state import EPOCH_COLUMNS, FitState, shown_number
 
 __all__ = ["CSVLogger", "Progress", "TensorBoardLogger"]
@@ -34,7 +35,7 @@ class CSVLogger(Callback):
     in_every_process = False
 
     def __init__(self, path: str | os.PathLike[str], every_n_batches: int | None = None) -> None:
-        check_interval("every_n_batches", every_n_batches, optional=True)
+        check_count("every_n_batches", every_n_batches, optional=True)
         self.path, self.every_n_batches = Path(path), every_n_batches
         self._columns: list[str] = []
 
@@ -92,7 +93,7 @@ class TensorBoardLogger(Callback):
     in_every_process = False
 
     def __init__(self, folder: str | os.PathLike[str], every_n_batches: int = 1) -> None:
-        check_interval("every_n_batches", every_n_batches)
+        check_count("every_n_batches", every_n_batches)
         self.folder, self.every_n_batches = folder, every_n_batches
         self._writer: Any = None
 

@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
-from ..core.errors import CheckpointError, shown, was_given
+from ..core.errors import CheckpointError, check_count, shown, was_given
 from ..core.interrupts import uninterrupted
 from ..runs import CheckpointManager, Position, StopSignals
 from ..runs.position import length_of, own_place
 from ..runs.trainer import Trainer
-from .callbacks import Callback, Checkpoints, ManagedCheckpoints, check_interval
+from .callbacks import Callback, Checkpoints, ManagedCheckpoints
 from .loggers import Progress
 from .metrics import Metrics
 from .state import EPOCH_COLUMNS, FitState
@@ -46,7 +46,7 @@ def fit(
     stop_signals: Iterable[str] = (),
 ) -> FitState:
     """Trains; see ``ORTTrainer.fit``."""
-    check_interval("epochs", epochs)
+    check_count("epochs", epochs)
     for name, loader in (("train_loader", train_loader), ("eval_loader", eval_loader)):
         if loader is not None or name == "train_loader":
             _check_loader(name, loader, epochs)

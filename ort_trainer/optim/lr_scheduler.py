@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from ..core import schedules
-from ..core.errors import shown
+from ..core.errors import check_count, shown
 from .config import OptimizerConfig
 from .step_info import TrainStepInfo
 
@@ -138,12 +138,7 @@ class _WarmupLRScheduler(LRScheduler):
 
     def __init__(self, total_steps: int, warmup: float) -> None:
         super().__init__()
-        if isinstance(total_steps, bool) or not isinstance(total_steps, int):
-            raise TypeError(
-                f"'total_steps' must be an int, but {shown(total_steps)} ({type(total_steps).__name__}) was given"
-            )
-        if total_steps <= 0:
-            raise ValueError(f"'total_steps' must be positive, but {total_steps} was given")
+        check_count("'total_steps'", total_steps)
         self.total_steps = total_steps
         self.warmup = _real("warmup", warmup)
         if self.warmup >= 1:

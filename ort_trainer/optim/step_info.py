@@ -3,24 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
 
 import torch
 
-from ..core.errors import shown
+from ..core.errors import check_count, shown
 from .config import OptimizerConfig
 
 __all__ = ["TrainStepInfo"]
 
 Norm = float | torch.Tensor | Callable[[], torch.Tensor | None] | None
-
-
-def _count(name: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an int, but {shown(value)} ({type(value).__name__}) was given")
-    if value < 0:
-        raise ValueError(f"{name} must not be negative, but {value} was given")
-    return value
 
 
 class TrainStepInfo:
@@ -56,8 +47,9 @@ class TrainStepInfo:
         self.fetches = fetches
         self._rates: list[float] = []
         self._norm: Norm = None
-        self.optimization_step = _count("optimization_step", optimization_step)
-        self.step = _count("step", step)
+        check_count("optimization_step", optimization_step, minimum=0)
+        check_count("step", step, minimum=0)
+        self.optimization_step, self.step = optimization_step, step
 
     @property
     def grad_norm(self) -> float | None:

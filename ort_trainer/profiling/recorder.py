@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 
 from ..core.atomic import check_target
-from ..core.errors import shown, warn
+from ..core.errors import check_count, shown, warn
 from ..engine import Plan
 from .chrome_trace import write_trace
 from .figures import GraphOrigins, MeasuredStep, fill
@@ -43,10 +43,7 @@ class Profiler:
     """
 
     def __init__(self, steps: Any, trace: Any, device: torch.device, rank: int = 0) -> None:
-        if isinstance(steps, bool) or not isinstance(steps, int):
-            raise TypeError(f"profile: steps must be an int of at least 1, but {shown(steps)} was given")
-        if steps < 1:
-            raise ValueError(f"profile: steps must be an int of at least 1, but {steps} was given")
+        check_count("profile: steps", steps)
         path = _trace_path(trace)
         self.profile = Profile(steps, path.with_name(f"{path.stem}.{rank}{path.suffix}") if path and rank else path)
         self._device, self._rank = device, rank

@@ -167,21 +167,11 @@ def _converted(proto: onnx.ModelProto, name: str) -> ir.Model:
     for node in proto.graph.node:
         if node.op_type == "LayerNormalization":
             node.domain = ""
-    model = _contained(proto, name)
+    model: ir.Model = ir.from_proto(proto)
     for value in ir.convenience.create_value_mapping(model.graph).values():
         if value.name in declared_types and value.type is None:
             value.type = ir.serde.deserialize_type_proto_for_type(declared_types[value.name])
             value.shape = ir.serde.deserialize_type_proto_for_shape(declared_types[value.name])
-    return model
-
-
-def _contained(proto: onnx.ModelProto, name: str) -> ir.Model:
-    """Returns a model, after a check that it has no external data."""
-    model: ir.Model = ir.from_proto(proto)
-    tensors = [value.const_value for graph in model.graphs() for value in graph.initializers.values()]
-    tensors += [attribute.value for node in model.graph.all_nodes() for attribute in node.attributes.values()]
-    if any(isinstance(tensor, ir.ExternalTensor) for tensor in tensors):
-        raise ValueError(f"{name} keeps a tensor in another file, unlike any model that onnxruntime-training generates")
     return model
 
 
@@ -354,7 +344,7 @@ def optimizer_model(data: bytes, name: str, parameters: Mapping[str, Parameter])
     Raises:
         ValueError: If it is not such a model, or its optimizer is neither AdamW nor SGD.
     """
-    model = _contained(_parsed(data, name), name)
+    model: ir.Model = ir.from_proto(_parsed(data, name))
     nodes = {node.op_type: node for node in model.graph}
     optimizer = nodes.pop("AdamWOptimizer", None) or nodes.pop("SGDOptimizerV2", None)
     clip = nodes.pop("InplaceClipGradNorm", None)

@@ -16,8 +16,8 @@ import onnx.parser
 
 from ort_trainer import CheckpointError, ExportError
 from ort_trainer.api import CheckpointState, Module, Optimizer
-from ort_trainer.api.contained import check_contained, custom_operators
 from ort_trainer.api.onnx_bytes import inference_model
+from ort_trainer.engine.contained import check_contained, custom_operators
 from ort_trainer.export.cache import Export
 from ort_trainer.export.onnx import load_onnx_model
 from ort_trainer.state import load_checkpoint_file, save_checkpoint_file

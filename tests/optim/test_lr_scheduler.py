@@ -50,7 +50,7 @@ def test_cosine_does_not_rise_after_the_end() -> None:
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (lambda: optim.ConstantWarmupLRScheduler(0), ValueError, "'total_steps' must be positive"),
+        (lambda: optim.ConstantWarmupLRScheduler(0), ValueError, "'total_steps' must be at least 1"),
         (lambda: optim.ConstantWarmupLRScheduler(1.5), TypeError, "'total_steps' must be an int"),
         (lambda: optim.LinearWarmupLRScheduler(10, 1.0), ValueError, "'warmup' is a share of total_steps"),
         (lambda: optim.LinearWarmupLRScheduler(10, -0.1), ValueError, "'warmup' must be at least 0"),

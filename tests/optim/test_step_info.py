@@ -21,7 +21,7 @@ def test_defaults_are_not_shared() -> None:
         ({"all_finite": 1}, TypeError, "all_finite must be a bool"),
         ({"fetches": "loss"}, TypeError, "fetches must be a list of output names"),
         ({"fetches": [3]}, TypeError, "fetches must be a list of output names"),
-        ({"step": -1}, ValueError, "step must not be negative"),
+        ({"step": -1}, ValueError, "step must be at least 0"),
         ({"optimization_step": 1.0}, TypeError, "optimization_step must be an int"),
     ],
 )

@@ -327,13 +327,13 @@ def test_onnx_models_are_one_module(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("steps", [0, -3])
 def test_steps_must_be_positive(steps: int) -> None:
-    with pytest.raises(ValueError, match=f"profile: steps must be an int of at least 1, but {steps} was given"):
+    with pytest.raises(ValueError, match=f"profile: steps must be at least 1, but {steps} was given"):
         mlp_trainer().profile(steps)
 
 
 @pytest.mark.parametrize("steps", [True, 2.0, "3", None, torch.zeros(50, 50)])
 def test_steps_must_be_a_number(steps: Any) -> None:
-    with pytest.raises(TypeError, match="profile: steps must be an int of at least 1, but .{1,80} was given"):
+    with pytest.raises(TypeError, match="profile: steps must be an int, but .{1,80} was given"):
         mlp_trainer().profile(steps)
 
 

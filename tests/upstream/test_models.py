@@ -266,13 +266,26 @@ def test_a_batch_norm_that_is_used_twice_updates_its_statistics_twice() -> None:
     np.testing.assert_allclose(mean, 0.5 * (0.5 * 1 + 0.5 * x.mean(0)) + 0.5 * 1, rtol=1e-5)
 
 
-def test_models_name_no_other_files(mlp: Path) -> None:
-    proto = onnx.load(mlp / "optimizer_model.onnx")
-    tensor = proto.graph.initializer.add(name="learning_rate", data_type=onnx.TensorProto.FLOAT, dims=[1])
+@pytest.mark.parametrize("place", ["initializer", "attribute", "list of tensors", "function", "graph in a function"])
+@pytest.mark.parametrize("model", ["training_model.onnx", "optimizer_model.onnx"])
+def test_models_name_no_other_files(mlp: Path, model: str, place: str) -> None:
+    proto = onnx.load(mlp / model)
+    tensor = onnx.TensorProto(name="learning_rate", data_type=onnx.TensorProto.FLOAT, dims=[1])
     tensor.data_location = onnx.TensorProto.EXTERNAL
     tensor.external_data.add(key="location", value="secret")
-    onnx.save(proto, mlp / "optimizer_model.onnx")
-    with pytest.raises(ValueError, match="keeps a tensor in another file"):
+    if place == "initializer":
+        proto.graph.initializer.append(tensor)
+    elif place == "attribute":
+        proto.graph.node[0].attribute.append(onnx.helper.make_attribute("secret", tensor))
+    elif place == "list of tensors":
+        proto.graph.node[0].attribute.append(onnx.helper.make_attribute("secret", [tensor]))
+    else:
+        value = tensor if place == "function" else onnx.GraphProto(name="graph", initializer=[tensor])
+        node = onnx.helper.make_node("Constant", [], ["y"], value=value)
+        opset = [onnx.helper.make_opsetid("", 18)]
+        proto.functions.append(onnx.helper.make_function("own", "F", [], ["y"], [node], opset))
+    onnx.save(proto, mlp / model)
+    with pytest.raises(ValueError, match=rf"{model} keeps the data of .* in another file"):
         convert_artifacts(mlp, mlp.parent / "target")
 
 

@@ -16,5 +16,6 @@ def slow_halves() -> tuple[torch.dtype, ...]:
     float16 always is one. Without arithmetic for it, products are computed one by one; with it (AVX512-FP16), a step
     of six convolutions still took 175 times as long as in fp32 (torch 2.13).
     """
-    bfloat16 = torch._C._has_mkldnn and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    onednn = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    bfloat16 = onednn and torch.ops.mkldnn._is_mkldnn_bf16_supported()
     return (torch.float16,) if bfloat16 else (torch.float16, torch.bfloat16)

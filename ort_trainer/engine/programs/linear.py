@@ -7,7 +7,8 @@ import torch
 __all__ = ["grouped_mm", "grouped_mm_fake", "linear"]
 
 # macOS's builds of PyTorch have no oneDNN, and graphs don't ask for it there.
-_linear = torch.ops.mkldnn._linear_pointwise.default if torch._C._has_mkldnn else None
+_has_onednn = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+_linear = torch.ops.mkldnn._linear_pointwise.default if _has_onednn else None
 
 
 def linear(value: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

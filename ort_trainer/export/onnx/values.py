@@ -7,7 +7,7 @@ Sizes therefore stay symbolic, and one graph serves all sizes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol, TypeGuard
 
 import numpy as np
@@ -22,6 +22,7 @@ __all__ = [
     "Number",
     "Value",
     "as_tensor",
+    "each",
     "integers",
     "is_known",
     "is_traced",
@@ -140,6 +141,11 @@ def known_array(values: Any) -> Known:
     if array.size and all(isinstance(value, (bool, np.bool_)) for value in array.flat):
         return array.astype(np.bool_)
     return array.astype(np.int64)
+
+
+def each(function: Callable[[Any], Any], values: Known) -> Known:
+    """Returns an array of objects: what a function returns for each element, which may be symbolic."""
+    return np.asarray(np.frompyfunc(function, 1, 1)(values), dtype=object)
 
 
 def _objects(values: Any) -> Known:

@@ -21,10 +21,10 @@ from ...engine.programs.runner import ProgramRunner
 from ...engine.torch_memory import TorchMemory, shaped
 from ...step import SIZES, Step, TensorSpec, dtype_name
 from .fx.symbols import SymbolNames, hint
-from .fx.values import base_of, is_tensor, memory_order
+from .fx.values import base_of, is_tensor, memory_order, needed_for
 from .fx.view_writes import refuse_sums_over_windows
 from .graph.differentiate import lift_attributes
-from .graph.divide import needed_for, part_of
+from .graph.divide import part_of
 from .graph.named_graph import NamedGraph, add_sizes
 from .lower.programs.build import ProgramBuilder
 from .lower.programs.rewrites import rewrite

@@ -9,7 +9,7 @@ import onnx_ir as ir
 import torch
 
 from ..registry import Node, known_operator, operator
-from ..values import Known, as_tensor, is_known, torch_dtype
+from ..values import Known, as_tensor, each, is_known, torch_dtype
 
 _Tensor = torch.Tensor
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz)
@@ -29,9 +29,9 @@ def _cast_known(x: Known, *, to: int, saturate: int = 1, round_mode: str = "up")
     if x.dtype != object:
         return x.astype(kind.numpy()) if kind in _OF_NUMPY else NotImplemented
     if kind in (ir.DataType.INT64, ir.DataType.INT32):
-        return _each(int_of, x)
+        return each(int_of, x)
     if kind in (ir.DataType.FLOAT, ir.DataType.DOUBLE):
-        return _each(torch.sym_float, x)
+        return each(torch.sym_float, x)
     return NotImplemented
 
 
@@ -48,13 +48,6 @@ _OF_NUMPY = (
 def int_of(value: Any) -> Any:
     """Returns a number, symbolic or not, truncated to an integer."""
     return value if isinstance(value, (int, torch.SymInt)) else torch.sym_int(value)  # type: ignore[no-untyped-call]
-
-
-def _each(function: Any, values: Known) -> Known:
-    result = np.empty(values.shape, dtype=object)
-    for index, value in np.ndenumerate(values):
-        result[index] = function(value)
-    return result
 
 
 @operator("CastLike", since=15, known_inputs=(0,))

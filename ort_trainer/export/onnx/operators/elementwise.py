@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from ..registry import Node, known_operator, operator
-from ..values import Known
+from ..values import Known, each
 
 _Tensor = torch.Tensor
 _UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
@@ -249,12 +249,12 @@ def _negative_known(x: Known) -> Known:
 
 @known_operator("Floor")
 def _floor_known(x: Known) -> Any:
-    return np.floor(x) if x.dtype.kind == "f" else _each(_floored, x)
+    return np.floor(x) if x.dtype.kind == "f" else each(_floored, x)
 
 
 @known_operator("Ceil")
 def _ceil_known(x: Known) -> Any:
-    return np.ceil(x) if x.dtype.kind == "f" else _each(lambda value: -_floored(-value), x)
+    return np.ceil(x) if x.dtype.kind == "f" else each(lambda value: -_floored(-value), x)
 
 
 @known_operator("Sqrt")
@@ -265,10 +265,6 @@ def _root_known(x: Known) -> Any:
 def _floored(value: Any) -> Any:
     """Returns the floor of a symbolic floating-point number, as a floating-point number."""
     return torch.sym_float(value.__floor__())  # type: ignore[no-untyped-call]
-
-
-def _each(function: Callable[[Any], Any], values: Known) -> Known:
-    return np.asarray(np.frompyfunc(function, 1, 1)(values), dtype=object)
 
 
 def _clip(x: _Tensor, low: Any = None, high: Any = None) -> _Tensor:

@@ -10,6 +10,7 @@ import torch
 
 from .borrow import borrowed
 from .branches import Answers, Line, Number, reads_watched
+from .eager import random_state_kept
 from .step_module import ExportedStep
 
 __all__ = ["answers_of"]
@@ -39,7 +40,7 @@ def answers_of(step: ExportedStep, batch: Mapping[str, torch.Tensor], training: 
 
     with (
         borrowed(module, trainable, training, step.modes if training else None),
-        torch.random.fork_rng(),
+        random_state_kept(step.device_for(sample)),
         torch.no_grad(),
         step.autocast_for(sample),
         reads_watched(read, torch.Tensor),

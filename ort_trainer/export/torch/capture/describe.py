@@ -12,11 +12,13 @@ from torch import nn
 
 from ....core.errors import ExportError, shown
 from ....core.signatures import signature_of
+from ....engine.devices import device_of
 from ....options import ModelDescription
 from ...nested import Layout, argument_of, flatten, has_tensors, rebuild
 from ..fx.explain import gradients_within, source_line_of_error
 from ..outside.recorder import Pair, Recorder
 from .borrow import borrowed
+from .eager import random_state_kept
 from .isolation import can_isolate, run_in_child
 from .step_module import (
     LossFunction,
@@ -252,7 +254,7 @@ def _outputs(
         borrowed(step, trainable, training=True, modes=_own_modes(model, loss_fn)),
         Recorder(step).running(),
         torch.enable_grad(),
-        torch.random.fork_rng(),
+        random_state_kept(device_of([*tensors.values(), *step.parameters()])),
     ):
         what = type(model).__name__
         try:

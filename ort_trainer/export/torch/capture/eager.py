@@ -75,9 +75,10 @@ def run_eagerly(
         state: The state of the generator that draws the step's random numbers; None for PyTorch's own.
         shake: A seed, to change weights and inputs by one rounding; None not to.
     """
-    module, device = StepModule(step), _device(tensors, batch)
+    module = StepModule(step)
     module.recorder.numbers.clear()  # stand-ins are for captures
     sample = [batch[entry.name].detach().clone() for entry in step.description.inputs]
+    device = step.device_for(sample)
     rounding = step.autocast or coarsest([*step.model.parameters(), *step.model.buffers(), *sample])
     epsilon = torch.finfo(rounding).eps
     if shake is not None:
@@ -130,7 +131,7 @@ def random_state_kept(device: torch.device, state: torch.Tensor | None = None) -
         device: Whose global generator of PyTorch is restored, beside the CPU's.
         state: What this generator begins with; None for its own state.
     """
-    with torch.random.fork_rng([] if device.type == "cpu" else [device]):
+    with torch.random.fork_rng([] if device.type in ("cpu", "meta") else [device]):
         if state is not None:
             set_random_state(device, state)
         yield
@@ -212,7 +213,3 @@ def put_buffers_back(held: Sequence[_Held]) -> None:
     """
     for buffers, key, buffer in held:
         buffers[key] = buffer
-
-
-def _device(tensors: Mapping[str, torch.Tensor], batch: Mapping[str, torch.Tensor]) -> torch.device:
-    return next((value.device for value in (*tensors.values(), *batch.values())), torch.device("cpu"))

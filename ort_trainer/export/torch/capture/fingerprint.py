@@ -106,7 +106,7 @@ def _environment() -> Iterator[str]:
     if torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack():  # its code may change any operator
         raise NoFingerprint("a mode of PyTorch is active, such as torch.set_default_device()")
     yield f"defaults {torch.get_default_dtype()} {torch.are_deterministic_algorithms_enabled()}"
-    yield f"backends {torch._C._has_mkldnn} {torch._C._get_mkldnn_enabled()}"
+    yield f"backends {torch.backends.mkldnn.is_available()} {torch.backends.mkldnn.enabled}"  # type: ignore[no-untyped-call]
     for config in (torch._functorch.config, torch.fx.experimental._config):
         yield f"{config.__name__} {sorted(config.get_config_copy().items())}"
     yield f"backends {torch.get_float32_matmul_precision()} {torch.backends.cpu.get_cpu_capability()}"

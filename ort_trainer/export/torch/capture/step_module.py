@@ -13,6 +13,7 @@ from torch import nn
 
 from ....core.errors import ExportError, shown
 from ....core.signatures import signature_of
+from ....engine.devices import device_of
 from ....options import ModelDescription
 from ...nested import Layout, argument_of, rebuild
 from ..fx.explain import forward_line
@@ -124,7 +125,7 @@ class ExportedStep:
 
     def device_for(self, sample: Iterable[torch.Tensor]) -> torch.device:
         """Returns the device of a sample, or of the model if there is no input."""
-        return next((value.device for value in (*sample, *self.model.parameters())), torch.device("cpu"))
+        return device_of([*sample, *self.model.parameters()])
 
     def module(self) -> StepModule:
         """Returns the step as a function of flat tensors."""

@@ -1,9 +1,9 @@
-"""Properties of the values of a captured graph: what they are computed from, and how they lie in memory."""
+"""The values of a captured graph: what they are computed from, and how they lie in memory."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -18,11 +18,15 @@ __all__ = [
     "base_of",
     "call",
     "draws_numbers",
+    "inputs_first",
     "is_integer",
     "is_tensor",
     "is_view",
+    "marks_reaching",
     "memory_order",
+    "needed_for",
     "product_flops",
+    "reached",
     "refuse",
     "runs_on_cpu",
     "same_sizes",
@@ -126,3 +130,70 @@ def same_sizes(mine: Sequence[int | torch.SymInt], others: Sequence[int | torch.
 def product_flops(left: Node, right: Node) -> float:
     """Returns the floating-point operations of a matrix product (..., m, k) x (..., k, n), for the sample's sizes."""
     return 2.0 * number_of_elements(left.meta["val"]) * hint(right.meta["val"].shape[-1])
+
+
+def reached(nodes: Iterable[Node], neighbours: Callable[[Node], Iterable[Node]]) -> set[Node]:
+    """Returns nodes, their neighbours, the neighbours of these, and so on."""
+    seen: set[Node] = set()
+    waiting = list(nodes)
+    while waiting:
+        node = waiting.pop()
+        if node not in seen:
+            seen.add(node)
+            waiting += neighbours(node)
+    return seen
+
+
+def needed_for(results: Iterable[Node], but: Collection[Node] = (), sizes: bool = False) -> set[Node]:
+    """Returns the given results and everything that they are computed from.
+
+    Args:
+        results: The results.
+        but: Nodes to stop at; they are not returned.
+        sizes: Whether to include nodes that compute symbolic sizes.
+    """
+
+    def kept(nodes: Iterable[Node]) -> list[Node]:
+        return [node for node in nodes if node not in but and (sizes or tensors_of(node))]
+
+    return reached(kept(results), lambda node: kept(node.all_input_nodes))
+
+
+def marks_reaching(
+    nodes: Iterable[Node], marked: Collection[Node], neighbours: Callable[[Node], Iterable[Node]]
+) -> dict[Node, set[Node]]:
+    """Returns for each node the marked ones that a walk through neighbours reaches from it.
+
+    Args:
+        nodes: All nodes; each comes after its neighbours.
+        marked: The marked nodes.
+        neighbours: What a node is computed from, for example, or what is computed from it.
+    """
+    marks: dict[Node, set[Node]] = {}
+    for node in nodes:
+        marks[node] = {node}.intersection(marked).union(*(marks[other] for other in neighbours(node)))
+    return marks
+
+
+def inputs_first(nodes: Iterable[Node], computed: Iterable[Node] = ()) -> list[Node]:
+    """Returns nodes and what they are computed from, each after its inputs; otherwise keeps the order.
+
+    Args:
+        nodes: The nodes.
+        computed: Nodes to stop at; they are not returned.
+    """
+    done = set(computed)
+    order: list[Node] = []
+    for node in nodes:
+        waiting = [node]
+        while waiting:
+            last = waiting[-1]
+            missing = [] if last in done else [source for source in last.all_input_nodes if source not in done]
+            if missing:
+                waiting += missing
+                continue
+            waiting.pop()
+            if last not in done:
+                done.add(last)
+                order.append(last)
+    return order

@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from .divide import reached_from
+from ..fx.values import inputs_first, reached
 
 __all__ = ["roll_up_loops"]
 
@@ -97,13 +97,13 @@ def _outputs(cell: Node, place: int) -> list[Node]:
 
 def _chain(first: Node) -> list[Node]:
     """Returns a cell and its successors, as long as their inputs don't depend on the first cell's result."""
-    chain, reached = [first], reached_from([first])
+    chain, dependent = [first], reached([first], operator.attrgetter("users"))
     while True:
         users = [user for output in _outputs(chain[-1], 0) for user in output.users]
         following = [user for user in users if user.target == first.target and _before(user) is chain[-1]]
         # A layer does not return the intermediate states c.
         kept = [user for output in _outputs(chain[-1], 1) for user in output.users if _is_lstm(first)]
-        if len(following) != 1 or following[0].args[0] in reached or any(user is not following[0] for user in kept):
+        if len(following) != 1 or following[0].args[0] in dependent or any(user is not following[0] for user in kept):
             return chain
         chain.append(following[0])
 
@@ -176,19 +176,5 @@ def _roll_up_linear(graph: torch.fx.Graph) -> None:
 
 def _sort(graph: torch.fx.Graph) -> None:
     """Moves every node behind its inputs, and otherwise keeps the order."""
-    done: set[Node] = set()
-    order: list[Node] = []
-    for node in graph.nodes:
-        pending = [node]
-        while pending:
-            top = pending[-1]
-            missing: Iterable[Node] = [source for source in top.all_input_nodes if source not in done]
-            if missing:
-                pending += missing
-                continue
-            pending.pop()
-            if top not in done:
-                done.add(top)
-                order.append(top)
-    for before, after in itertools.pairwise(order):
+    for before, after in itertools.pairwise(inputs_first(graph.nodes)):
         before.append(after)

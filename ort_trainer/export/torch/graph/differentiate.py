@@ -76,12 +76,12 @@ def differentiate(
         # A block under torch.no_grad() or torch.autocast() is a graph within the graph.
         for part in exported.modules():
             if isinstance(part, torch.fx.GraphModule):
-                _drop_assertions(part)
+                _drop_assertions(part.graph)
                 # The larger limit of a symbol counts.
                 least = dict.fromkeys(_symbols(_sizes_of_lstms(part.graph)), 1) | least
                 least |= dict.fromkeys(_symbols(_squeezed_sizes(part.graph)), 2)
                 roll_up_loops(part.graph)
-                _replace_composites(part, for_onnx=not kernels.of_pytorch)
+                _replace_composites(part.graph, for_onnx=not kernels.of_pytorch)
                 kernels.rewrite_forward(part.graph)
                 part.recompile()
                 if part is not exported:  # interpreted, so that the joint graph has the nodes' modules and lines
@@ -101,7 +101,8 @@ def differentiate(
             layers.unfold(joint)
         shapes = [fake.shape for fake in captured.inputs]
         symbols = SymbolTable(captured.fake_mode.shape_env, inputs, shapes, least)
-    _drop_assertions(joint)
+    _drop_assertions(joint.graph)
+    joint.recompile()
     tensors: dict[str, torch.Tensor] = dict(core.named_parameters(remove_duplicate=False))
     tensors |= dict(core.named_buffers(remove_duplicate=False))
     constants = captured.exported.constants
@@ -135,19 +136,18 @@ def _carry(result: FlatGraph, outside: Mapping[str, torch.Tensor]) -> None:
         result.state[first[name]] = name
 
 
-def _replace_composites(module: torch.fx.GraphModule, for_onnx: bool = True) -> None:
+def _replace_composites(graph: torch.fx.Graph, for_onnx: bool) -> None:
     """Replaces operators by compositions of simpler ones, in a graph that is not differentiated yet.
 
     Args:
-        module: The graph.
+        graph: The graph.
         for_onnx: Whether to include composites that only make up for gaps in ONNX.
     """
     table = composites(for_onnx)
-    for node in module.graph.nodes:
+    for node in graph.nodes:
         composite = (table.get(node.target) or table.get(str(node.target))) if node.op == "call_function" else None
         if composite is not None:
             node.target = _named(composite, node.target)
-    module.recompile()
 
 
 def _named(composite: Callable[..., Any], operator: Operator) -> Callable[..., Any]:
@@ -216,9 +216,9 @@ def _differentiate(
         raise ExportError(explain(error, "AOTAutograd", model)) from error
 
 
-def _drop_assertions(core: torch.fx.GraphModule) -> None:
+def _drop_assertions(graph: torch.fx.Graph) -> None:
     """Removes run-time assertions: guards check the sizes, and ONNX has no assertions."""
-    for node in reversed(list(core.graph.nodes)):
+    for node in reversed(list(graph.nodes)):
         name = getattr(node.target, "_opname", "")
         if (
             node.op == "call_function"
@@ -232,8 +232,7 @@ def _drop_assertions(core: torch.fx.GraphModule) -> None:
                 "sym_constrain_range",
             )
         ):
-            core.graph.erase_node(node)
-    core.recompile()
+            graph.erase_node(node)
 
 
 def _sort(

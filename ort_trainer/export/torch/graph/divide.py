@@ -11,15 +11,15 @@ The backward pass takes the forward values that it reads, except for those that 
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from ..fx.symbols import number_of_elements
-from ..fx.values import base_of, is_tensor
+from ..fx.values import base_of, inputs_first, is_tensor, marks_reaching, needed_for, reached
 
-__all__ = ["Divided", "Part", "depends_on", "divide", "needed_for", "part_of", "reached_from", "without"]
+__all__ = ["Divided", "Part", "depends_on", "divide", "part_of", "without"]
 
 aten = torch.ops.aten
 Node = torch.fx.Node
@@ -86,29 +86,10 @@ def divide(
     taken = [node for node in inputs if node in later]
     tangents = [node for node in taken if "tangents" in str(node.target)]
     # Gradients keep their order. Views and recomputed values come where one needs them, so that they don't live longer.
-    backward = part_of(graph, later, [*taken, *saved], of_backward, reached_from(tangents))
+    backward = part_of(graph, later, [*taken, *saved], of_backward, reached(tangents, operator.attrgetter("users")))
     extra = [node for node in saved if node not in of_forward]
     within = needed_for([*of_forward, *extra], (), sizes)
     return Divided(part_of(graph, within, inputs, [*of_forward, *extra]), [node.name for node in extra], backward)
-
-
-def needed_for(results: Iterable[Node], but: Collection[Node] = (), sizes: bool = False) -> set[Node]:
-    """Returns the given results and everything that they are computed from.
-
-    Args:
-        results: The results.
-        but: Nodes to stop at; they are not returned.
-        sizes: Whether to include nodes that compute symbolic sizes.
-    """
-    needed: set[Node] = set()
-    waiting = list(results)
-    while waiting:
-        node = waiting.pop()
-        value = node.meta.get("val")
-        if node not in needed and node not in but and (sizes or isinstance(value, (torch.Tensor, tuple, list))):
-            needed.add(node)
-            waiting += node.all_input_nodes
-    return needed
 
 
 def _bases(saved: Sequence[Node], in_memory: Collection[Node]) -> list[Node]:
@@ -159,41 +140,16 @@ def part_of(
         copies[node].meta.update(node.meta)
     if first:
         order = [node for node in order if node in first] + [node for node in results if node in nodes]
-    for node in order:
-        waiting = [node]
-        while waiting:
-            missing = [] if waiting[-1] in copies else [n for n in waiting[-1].all_input_nodes if n not in copies]
-            if missing:
-                waiting += missing
-                continue
-            current = waiting.pop()
-            if current not in copies:
-                copies[current] = graph.node_copy(current, copies.__getitem__)
+    for node in inputs_first(order, copies):
+        copies[node] = graph.node_copy(node, copies.__getitem__)
     returned = [copies[node] for node in results]
     graph.output(tuple(returned))
     return Part(torch.fx.GraphModule({}, graph), {node.name: copies[node] for node in inputs}, [*returned])
 
 
-def reached_from(nodes: Iterable[Node]) -> set[Node]:
-    """Returns nodes and everything that is computed from them."""
-    reached: set[Node] = set()
-    waiting = list(nodes)
-    while waiting:
-        node = waiting.pop()
-        if node not in reached:
-            reached.add(node)
-            waiting += node.users
-    return reached
-
-
 def depends_on(part: Part, tangents: Collection[Node]) -> dict[Node, set[Node]]:
     """Returns which tangents each node of a backward pass depends on."""
-    dependencies: dict[Node, set[Node]] = {}
-    for node in part.module.graph.nodes:
-        dependencies[node] = {node} if node in tangents else set()
-        for source in node.all_input_nodes:
-            dependencies[node] |= dependencies[source]
-    return dependencies
+    return marks_reaching(part.module.graph.nodes, tangents, operator.attrgetter("all_input_nodes"))
 
 
 def without(part: Part, tangents: Collection[Node], absent: Collection[Node]) -> None:

@@ -15,6 +15,7 @@ from torch.utils._sympy.reference import PythonReferenceAnalysis
 from ....core.indices import IndexRange
 from ..capture.branches import Assumption
 from ..fx.symbols import SymbolTable
+from ..fx.values import reached
 
 __all__ = ["FlatGraph"]
 
@@ -95,7 +96,7 @@ class FlatGraph:
         Args:
             outputs: The outputs that may be fetched without the others.
         """
-        needed = [_with_values_in(output) for output in outputs]
+        needed = [reached([output], _read_values) for output in outputs]
         places: dict[sympy.Expr, list[tuple[torch.fx.Node, int]]] = {}
         for size, node, axis in _sizes_of(self.batch):
             places.setdefault(size, []).append((node, axis))
@@ -140,16 +141,9 @@ class FlatGraph:
                 yield size.node.expr, node
 
 
-def _with_values_in(output: torch.fx.Node) -> set[torch.fx.Node]:
-    """Returns all nodes whose values an output needs, including reads of sizes, but not the tensors read for size."""
-    seen: set[torch.fx.Node] = set()
-    waiting = [output]
-    while waiting:
-        node = waiting.pop()
-        if node not in seen:
-            seen.add(node)
-            waiting.extend(() if node.target == aten.sym_size.int else node.all_input_nodes)
-    return seen
+def _read_values(node: torch.fx.Node) -> list[torch.fx.Node]:
+    """Returns the nodes whose values a node reads, which are not those that it reads only for their sizes."""
+    return [] if node.target == aten.sym_size.int else node.all_input_nodes
 
 
 def _sizes_of(nodes: Iterable[torch.fx.Node]) -> Iterator[tuple[sympy.Expr, torch.fx.Node, int]]:

@@ -34,7 +34,7 @@ from ....step import RandomInput
 from ..capture.capture import CHECKPOINT
 from ..capture.step_module import RecomputeOptions
 from ..fx.symbols import size_in_bytes
-from ..fx.values import draws_numbers, is_tensor
+from ..fx.values import draws_numbers, is_tensor, needed_for, reached, tensors_of
 from .flat_graph import FlatGraph
 
 __all__ = ["AFTER", "apply_recompute", "asks_for_recomputation", "values_to_recompute"]
@@ -100,6 +100,8 @@ def apply_recompute(
     Raises:
         ExportError: If an option names something that the model does not have.
     """
+    if not asks_for_recomputation(options, flat):
+        return
     graph = _JointGraph(flat, random)
     regions = _regions(options, graph, random, model)
     if regions or options.cheap:
@@ -186,7 +188,7 @@ class _JointGraph:
         (end,) = self.graph.find_nodes(op="output")
         self.backward.discard(end)
         updates = (*flat.buffer_updates.values(), *flat.input_updates.values())
-        self.forward = _ancestors([*flat.outputs, *flat.conditions, *updates])
+        self.forward = needed_for([*flat.outputs, *flat.conditions, *updates], sizes=True)
         self.results = {*flat.gradients.values()}
         drawn = (self.graph.find_nodes(op="call_function", target=operator) for operator in _DRAWN)
         drawn_by_device = (node for node in self.graph.nodes if draws_numbers(node))
@@ -197,29 +199,12 @@ class _JointGraph:
         self.candidates = [
             n
             for n in self.position
-            if n.op == "call_function" and n not in self.backward | self.random and _has_tensors(n)
+            if n.op == "call_function" and n not in self.backward | self.random and tensors_of(n)
         ]
 
     def read_by_backward(self, nodes: Iterable[Node]) -> set[Node]:
         """Returns which of some nodes must be kept for the backward pass."""
-        return {node for node in nodes if any(user in self.backward and _has_tensors(user) for user in node.users)}
-
-
-def _has_tensors(node: Node) -> bool:
-    """Returns whether a node's value is one or several tensors, not a size."""
-    return isinstance(node.meta.get("val"), (torch.Tensor, tuple, list))
-
-
-def _ancestors(nodes: Iterable[Node], within: Collection[Node] | None = None) -> set[Node]:
-    """Returns some nodes and everything that they are computed from, within a set."""
-    ancestors: set[Node] = set()
-    todo = list(nodes)
-    while todo:
-        node = todo.pop()
-        if node not in ancestors and (within is None or node in within):
-            ancestors.add(node)
-            todo += node.all_input_nodes
-    return ancestors
+        return {node for node in nodes if any(user in self.backward and tensors_of(user) for user in node.users)}
 
 
 def _inside(graph: _JointGraph, region: _Region) -> set[Node]:
@@ -228,7 +213,7 @@ def _inside(graph: _JointGraph, region: _Region) -> set[Node]:
         return region.nodes
     # What the forward pass reads outside of the region is kept: it is the next layer's input.
     outside = graph.forward - region.nodes
-    return {n for n in region.nodes if not any(user in outside and _has_tensors(user) for user in n.users)}
+    return {n for n in region.nodes if not any(user in outside and tensors_of(user) for user in n.users)}
 
 
 def _recompute_regions(graph: _JointGraph, regions: list[_Region], keeps_order: bool) -> list[Node]:
@@ -238,7 +223,7 @@ def _recompute_regions(graph: _JointGraph, regions: list[_Region], keeps_order: 
     for region in regions:
         inside = _inside(graph, region)
         values = graph.read_by_backward(inside)
-        readers = {user for value in values for user in value.users if user in graph.backward and _has_tensors(user)}
+        readers = {user for value in values for user in value.users if user in graph.backward and tensors_of(user)}
         if readers:
             jobs.append((min(graph.position[reader] for reader in readers), inside, values, readers))
     order = list(graph.position)
@@ -280,7 +265,7 @@ def _copy(
     Returns:
         Value -> copy.
     """
-    needed = _ancestors(values, inside)
+    needed = reached(values, lambda node: inside.intersection(node.all_input_nodes))
     copies: dict[Node, Node] = {}
 
     def source(node: Node) -> Node:
@@ -462,7 +447,7 @@ def _cheap_regions(graph: _JointGraph) -> list[_Region]:
         if not _is_cheap(node):
             flow.add_edge("source", (node, "in"), capacity=endless)
         for operand in node.all_input_nodes:
-            if _has_tensors(operand) and operand.op == "call_function":
+            if tensors_of(operand) and operand.op == "call_function":
                 flow.add_edge((operand, "out"), (node, "in"), capacity=endless)
     read = graph.read_by_backward(graph.candidates)
     for node in read:
@@ -471,7 +456,7 @@ def _cheap_regions(graph: _JointGraph) -> list[_Region]:
         return []
     _, (_, behind) = networkx.minimum_cut(flow, "source", "sink")
     recomputed = {node for node in graph.candidates if (node, "in") in behind}
-    needed = _ancestors(read & recomputed, recomputed)
+    needed = reached(read & recomputed, lambda node: recomputed.intersection(node.all_input_nodes))
     # A copy that is computed from weights alone reads no ``after``, so it would be merged with its original.
     return [region for region in _connected(needed, graph) if _reads_activations(region.nodes, graph)]
 

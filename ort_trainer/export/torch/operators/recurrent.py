@@ -71,7 +71,8 @@ def _select_one_layer_lstm(input: torch.Tensor, hx: Any, params: Any) -> Any:
     fit = all(tensor.dtype in _BY_ONEDNN and tensor.device.type == "cpu" for tensor in tensors)
     fit = fit and hx[0].size(2) == hx[1].size(2)  # no projection
     fit = fit and hx[0].size(1) != 0  # oneDNN refuses an empty batch
-    usable = torch._C._has_mkldnn and torch._C._get_mkldnn_enabled()  # the second alone is True without oneDNN, too
+    # The second alone is True without oneDNN, too.
+    usable = torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled  # type: ignore[no-untyped-call]
     return _onednn_lstm if fit and usable and not _for_onnx.get() else _lstm
 
 

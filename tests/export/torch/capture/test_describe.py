@@ -507,3 +507,17 @@ def test_a_forward_that_fails_is_told_with_its_line() -> None:
     trainer = ORTTrainer(MLP(), "auto", CONFIG, loss_fn=F.cross_entropy)
     with pytest.raises(ExportError, match=r"(?s)runs MLP on the first batch.*RuntimeError.*mat1 and mat2.*in forward"):
         trainer.train_step(torch.randn(4, 5), torch.zeros(4, dtype=torch.long))
+
+
+def test_a_model_on_the_cpu_leaves_gpus_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading the state of their generators would initialize them, which takes seconds and memory."""
+
+    def fails(*_: Any) -> Any:
+        raise AssertionError("a run on the CPU reads the state of a GPU")
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", fails)
+    trainer = ORTTrainer(nn.Sequential(nn.Linear(3, 2), nn.Dropout()), "auto", CONFIG, loss_fn=F.cross_entropy)
+    before = torch.get_rng_state()
+    trainer.prepare((torch.randn(4, 3, generator=torch.Generator()), torch.zeros(4, dtype=torch.int64)))
+    assert torch.equal(torch.get_rng_state(), before)

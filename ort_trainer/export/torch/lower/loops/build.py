@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...fx.values import Node
-from ...graph.divide import needed_for
+from ...fx.values import Node, needed_for
+from ...graph.named_graph import NamedGraph
 from ..programs.build import ProgramBuilder, WritesProgram
 from .compile import LoopsEncoder, divide_for_loops
 
@@ -15,14 +15,14 @@ __all__ = ["LoopBuilder"]
 class LoopBuilder(ProgramBuilder):
     """Compiles what lies between PyTorch's kernels to loops; see the base class."""
 
-    def _divided(self) -> list[list[Node]]:
-        graph = self._named
+    def __init__(self, graph: NamedGraph) -> None:
+        super().__init__(graph)
         fetched = [node for place, (node, _) in enumerate(graph.results) if place not in graph.unfetched]
         needed = needed_for(fetched)
-        nodes = [node for program in super()._divided() for node in program]
+        nodes = [node for program in self._programs for node in program]
         divided = divide_for_loops(nodes, {node for node in nodes if node not in needed}, graph.checked)
+        self._programs = [program for program, _ in divided]
         self._loops = {node for program, compiled in divided if compiled for node in program}
-        return [program for program, _ in divided]
 
     def _encoder(self, nodes: Sequence[Node]) -> WritesProgram:
         if self._loops.isdisjoint(nodes):

@@ -30,8 +30,8 @@ from .....engine.programs.operators import LIBRARY
 from .....engine.programs.program import GETITEM, LOOPS, Order
 from .....engine.programs.runner import deterministic_kernels
 from .....engine.programs.strides import IGNORING_STRIDES
-from ...fx.values import Node, arguments_of, call, is_integer, is_view, tensors_of
-from ...graph.divide import needed_for, part_of
+from ...fx.values import Node, arguments_of, call, is_integer, is_view, needed_for, tensors_of
+from ...graph.divide import part_of
 
 __all__ = ["LoopsEncoder", "divide_for_loops"]
 

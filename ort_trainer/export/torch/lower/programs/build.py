@@ -15,7 +15,7 @@ from .....step.program_graph import Constant, ProgramCall
 from ...fx.values import Node, base_of, memory_order
 from ...graph.named_graph import NamedGraph
 from .encode import Encoder
-from .partition import partition, used_by
+from .partition import partition
 
 __all__ = ["ProgramBuilder", "WritesProgram"]
 
@@ -50,7 +50,8 @@ class ProgramBuilder:
 
     def __init__(self, graph: NamedGraph) -> None:
         self._named, self._graph = graph, graph.module.graph
-        self._programs = self._divided()
+        apart = [node for node, _ in graph.results] if graph.separable else ()
+        self._programs: list[list[Node]] = partition(self._graph, apart)  # the operators of each, in order
         self._names = Names([name for _, name in (*graph.inputs, *graph.results)])
         self._values: dict[Node, str] = {}
         self._orders: dict[Node, Order] = {
@@ -95,7 +96,7 @@ class ProgramBuilder:
             within = set(program)
             outputs.append([node for node in program if node in later or node in results])
             outputs[-1] += [node for node in results if node not in within and base_of(node) in within]
-            later |= {base_of(node) for node in used_by(program)}
+            later |= {base_of(operand) for node in program for operand in node.all_input_nodes}
         return outputs[::-1]
 
     def _add(self, nodes: Sequence[Node], results: Sequence[Node], names: Mapping[Node, str]) -> None:
@@ -114,10 +115,6 @@ class ProgramBuilder:
         for node, output in zip(results, outputs, strict=True):
             self._values.setdefault(node, output)
         self._returned.update(outputs)
-
-    def _divided(self) -> list[list[Node]]:
-        """Returns the operators of each program, in order."""
-        return partition(self._graph, [node for node, _ in self._named.results] if self._named.separable else ())
 
     def _encoder(self, nodes: Sequence[Node]) -> WritesProgram:
         """Returns what writes the program of some operators."""

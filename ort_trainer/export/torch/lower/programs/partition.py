@@ -12,14 +12,14 @@ A view costs nothing and is repeated in every program that uses it; programs pas
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
 
 from .....engine.programs.program import may_call
 from ...fx.symbols import hint, number_of_elements, size_in_bytes
-from ...fx.values import Node, is_view, product_flops, refuse, tensors_of
+from ...fx.values import Node, is_view, marks_reaching, product_flops, refuse, tensors_of
 from ...operators.registry import is_registered_by_user
 
 __all__ = ["partition"]
@@ -44,7 +44,7 @@ def partition(graph: torch.fx.Graph, apart: Collection[Node] = ()) -> list[list[
     """
     programs: list[list[Node]] = [[]]
     places: dict[Node, list[Node]] = {}
-    work, needed_by = 0.0, _needed_by(graph, apart)
+    work, needed_by = 0.0, marks_reaching(reversed(graph.nodes), apart, operator.attrgetter("users"))
     for node in graph.nodes:
         if node.op != "call_function" or not tensors_of(node):
             continue  # sizes are computed within the programs that need them
@@ -70,14 +70,6 @@ def partition(graph: torch.fx.Graph, apart: Collection[Node] = ()) -> list[list[
         # A program reads sizes from what it is given, such as this one's.
         work += _ENOUGH if node.target is aten.nonzero.default else _seconds(node)
     return [program for program in programs if program]
-
-
-def _needed_by(graph: torch.fx.Graph, results: Collection[Node]) -> dict[Node, set[Node]]:
-    """Returns for each node of a graph the results that are computed from it."""
-    needed_by: dict[Node, set[Node]] = {}
-    for node in reversed(graph.nodes):
-        needed_by[node] = {node}.intersection(results).union(*(needed_by[user] for user in node.users))
-    return needed_by
 
 
 def _seconds(node: Node) -> float:
@@ -115,16 +107,3 @@ _COUNTS: dict[Any, Callable[..., float]] = {
     aten._scaled_dot_product_flash_attention_for_cpu.default: _attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default: lambda _, q, k, *rest: 2.5 * _attention(q, k),
 }
-
-
-def used_by(nodes: Iterable[Node]) -> set[Node]:
-    """Returns the operands of nodes; for views among them, also their bases."""
-    used: set[Node] = set()
-    pending = [argument for node in nodes for argument in node.all_input_nodes]
-    while pending:
-        node = pending.pop()
-        if node not in used:
-            used.add(node)
-            if is_view(node):
-                pending += node.all_input_nodes
-    return used

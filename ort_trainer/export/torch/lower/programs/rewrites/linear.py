@@ -27,7 +27,7 @@ def use_onednn(graph: torch.fx.Graph) -> None:
     A ReLU stays an operator of its own. oneDNN's, fused with the product, turns NaN into 0, so that training that has
     diverged has a finite loss, and it saves only 1 to 4 % of the product, because PyTorch's writes over the result.
     """
-    if not torch._C._has_mkldnn or not torch._C._get_mkldnn_enabled():
+    if not torch.backends.mkldnn.is_available() or not torch.backends.mkldnn.enabled:  # type: ignore[no-untyped-call]
         return
     linear = torch.ops.ort_trainer.linear.default
     for node in list(graph.nodes):

@@ -11,8 +11,7 @@ import torch
 
 from ......engine.programs.halves import slow_halves
 from ....fx.symbols import size_in_bytes
-from ....fx.values import Node, is_tensor
-from ....graph.divide import needed_for
+from ....fx.values import Node, is_tensor, needed_for
 from .views import RESHAPES
 
 __all__ = ["fuse_linear_cross_entropy"]

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from ..core.errors import shown
 from ..core.protobuf import Field, Malformed, content, fields, text
-from ..engine.ort import CALLING_OUT, DOMAINS
+from .ort import CALLING_OUT, DOMAINS
 
 __all__ = ["check_contained", "custom_operators"]
 
