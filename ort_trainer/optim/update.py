@@ -145,7 +145,7 @@ class OptimizerUpdate:
         trained = {name: value for name, value in parameters.items() if name in self._parameters}
         self._parameters |= self.parts.of(trained)
         for group in self._groups:
-            group.updated = []
+            group.updated, group.batches = [], []
 
     def forget(self, used: Mapping[str, torch.Tensor]) -> None:
         """Releases used gradients."""

@@ -286,3 +286,14 @@ def test_edge_values_are_used_as_in_pytorch(name: str, clip: float | None) -> No
         optimizer.step()
         update.step({"w": gradient.clone()}, [0.1])
         assert_same_edges(weights["w"], parameter.detach(), 1e-5, "weights")
+
+
+def test_a_group_may_lose_its_gradients_with_its_tensors() -> None:
+    weights, config = tensors(0), AdamConfig([{"params": ["a", "b"], "lr": 0.1}], lr=0.2)
+    update = make(config, weights, clip=False)
+    update.step(tensors(1), [0.1, 0.2])
+    replaced = tensors(2)
+    update.rebind(replaced)
+    before = {name: value.clone() for name, value in replaced.items()}
+    update.step({name: value for name, value in tensors(3).items() if name in ("c", "d")}, [0.1, 0.2])
+    assert [name for name, value in replaced.items() if not torch.equal(value, before[name])] == ["c", "d"]
