@@ -434,6 +434,11 @@ def test_check_model_export() -> None:
     assert trainer.train_step_info.step == 1
     assert trainer.state_dict(pytorch_format=True)["steps"] == 1
 
+    # A trainer with its own weights, which are a checkpoint's.
+    resumed = mlp_trainer({"debug": {"check_model_export": True}, "utils": {"share_weights": False}})
+    resumed.load_state_dict(trainer.state_dict(), strict=False)
+    resumed.train_step(X, Y)
+
     def spoil(model: onnx.ModelProto) -> onnx.ModelProto:
         for node in model.graph.node:
             if node.op_type == "Tanh":

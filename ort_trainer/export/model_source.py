@@ -53,8 +53,11 @@ class Builder(Protocol):
         """
         ...
 
-    def reference(self, batch: Named) -> Sequence[torch.Tensor]:
-        """Returns the outputs of the model itself in evaluation mode."""
+    def reference(self, batch: Named, tensors: Named) -> tuple[Sequence[torch.Tensor], float]:
+        """Returns the outputs of the model itself in evaluation mode, and the relative size of a rounding.
+
+        ``tensors`` are the values of parameters and buffers, by canonical name.
+        """
         ...
 
     def eager(

@@ -307,7 +307,7 @@ class DebugOptions(Section):
     computes the step."""
     check_model_export: bool
     """Before the first step, compares the evaluation graph with the model in evaluation mode, run by PyTorch (relative
-    1e-2, absolute 1e-6) and raises if they differ."""
+    1e-2, absolute 1e-6 or four roundings of the largest element) and raises if they differ."""
     check_indices: bool
     """Checks before every step (of exported artifacts, too) that inputs used as indices by the model or the loss (class
     labels, rows of an embedding) are in range, and raises an IndexError with the value and its place; see

@@ -132,9 +132,9 @@ class _Builder:
                 )
         return self.builder.build(batch, training, fetched, padded, branching)
 
-    def reference(self, batch: Named) -> Sequence[torch.Tensor]:
-        """Returns the outputs of the model's module in evaluation mode."""
-        return self.builder.reference(batch)
+    def reference(self, batch: Named, tensors: Named) -> tuple[Sequence[torch.Tensor], float]:
+        """Returns the outputs of the model's module in evaluation mode, and the size of a rounding."""
+        return self.builder.reference(batch, tensors)
 
     def eager(
         self, batch: Named, tensors: Named, scale: float, state: torch.Tensor | None, shake: int | None = None

@@ -9,7 +9,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,7 @@ from ..cache import Export, export_cache
 from .capture.answers import answers_of
 from .capture.borrow import BORROWED, borrowed
 from .capture.branches import ValuesAsked
-from .capture.eager import EagerStep, random_state_kept, run_eagerly
+from .capture.eager import EagerStep, coarsest, random_state_kept, run_eagerly, with_values
 from .capture.isolation import can_differentiate, can_isolate, run_in_child
 from .capture.step_module import ExportedStep, StepModule
 from .capture.torch_versions import is_tested
@@ -203,15 +203,24 @@ class GraphBuilder:
             where = f", cached as {export.kept}" if export.kept else ""
             _log.info("exported the %s graph in %.1f s%s%s", kind, seconds, kernels, where)
 
-    def reference(self, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Returns PyTorch's own results in evaluation mode, with the model's own weights."""
+    def reference(
+        self, batch: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]
+    ) -> tuple[Sequence[torch.Tensor], float]:
+        """Returns PyTorch's own results in evaluation mode, and the relative size of a rounding.
+
+        Args:
+            batch: Inputs by name.
+            tensors: The values of parameters and buffers by canonical name: the model's own tensors, or others.
+        """
         module = StepModule(self.step)
         module.recorder.numbers.clear()  # stand-ins are for captures
         sample = [batch[entry.name] for entry in self.step.description.inputs]
         autocast = self.step.autocast_for(sample)
-        kept = random_state_kept(sample[0].device)
-        with BORROWED, borrowed(module, (), training=False), torch.no_grad(), autocast, kept:
-            return tuple(module(*(value.clone() for value in sample)))
+        kept, held = random_state_kept(sample[0].device), with_values(self.step.model, tensors)
+        with BORROWED, kept, held, borrowed(module, (), training=False), torch.no_grad(), autocast:
+            results = tuple(module(*(value.clone() for value in sample)))
+        rounding = self.step.autocast or coarsest([*tensors.values(), *sample])
+        return results, torch.finfo(rounding).eps
 
     def eager(
         self,

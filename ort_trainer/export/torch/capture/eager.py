@@ -163,7 +163,7 @@ def shaken(value: torch.Tensor, epsilon: float, seed: int) -> torch.Tensor:
 
 @contextlib.contextmanager
 def with_values(
-    model: nn.Module, tensors: Mapping[str, torch.Tensor], epsilon: float, shake: int | None
+    model: nn.Module, tensors: Mapping[str, torch.Tensor], epsilon: float = 0.0, shake: int | None = None
 ) -> Iterator[list[_Held]]:
     """Gives a model copies of its buffers, and its parameters other values, in the context; yields the copies.
 
