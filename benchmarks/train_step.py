@@ -136,7 +136,10 @@ def write_results(where: str, rows: Mapping[str, Any]) -> None:
     known = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else {}
     ordered = {name: {**(rows.get(name) or known[name])} for name in ROWS if name in rows or name in known}
     for name, row in ordered.items():
-        figures_of = {**known.get(name, row)["contenders"], **row["contenders"]}
+        earlier = known.get(name, row)["contenders"]
+        figures_of = {**earlier, **row["contenders"]}
+        if earlier.keys() - row["contenders"].keys():  # whose figures are ratios to this one's
+            figures_of[EAGER] = earlier[EAGER]
         row["contenders"] = {each: figures_of[each] for each in CONTENDERS if each in figures_of}
     content = {"date": f"{datetime.date.today()}", "where": where, "rows": ordered}
     text = re.sub(

@@ -180,12 +180,13 @@ def test_a_release_adds_its_results(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     script.write_results("here", {"bert": rows["bert"]})
     (tmp_path / "0.1.0.json").write_text(next(tmp_path.glob("*.json")).read_text())
     script.write_results("here", {"mlp": rows["mlp"]})
-    later = {"eager": result(4e-3), "ort_trainer, onnxruntime": result(2e-3)}
+    later = {"eager": result(6e-3), "ort_trainer, onnxruntime": result(3e-3)}
     script.write_results("here", {"mlp": script.figures(script.ROWS["mlp"], later, {})})
     results = speed.read_results(tmp_path)
     assert next(iter(results)) == "0.1.0" and list(results["0.1.0"]["rows"]) == ["bert"]
     *_, newest = results.values()
     assert list(newest["rows"]) == ["mlp", "bert"] and newest["rows"]["bert"] == rows["bert"]
+    assert newest["rows"]["mlp"]["contenders"]["eager"] == rows["mlp"]["contenders"]["eager"]
     assert newest["rows"]["mlp"]["contenders"]["ort_trainer"] == {
         "ms": 1.0, "speed": [4.0, 4.0, 4.0], "MB": 100, "starts": [3.0, 1.0]
     }  # fmt: skip
@@ -210,8 +211,8 @@ def test_a_steady_step_keeps_its_way_short() -> None:
 def test_an_export_keeps_its_way_short(monkeypatch: pytest.MonkeyPatch) -> None:
     """As above. The notes of what is read, changed, left and kept outside, the names in code, generators of random
     numbers, conditions on values, masks of attention, and kinds of kernels have stations; programs are divided with a
-    walk that others share."""
+    walk that others share, and where nodes come from has a file of its own."""
     monkeypatch.setenv("ORT_TRAINER_CACHE", "off")
     way = importlib.import_module("way").one_export().counts_of_stations
-    assert way["hops"] <= 51, way
-    assert way["files"] <= 43, way
+    assert way["hops"] <= 53, way
+    assert way["files"] <= 44, way

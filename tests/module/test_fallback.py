@@ -324,3 +324,22 @@ def test_an_error_at_run_time_that_is_caught(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.undo()
     close(ours(X), eager(X))
     assert count(ours) == 1
+
+
+class Spectrum(nn.Module):
+    def __init__(self, differentiated: bool) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 6) if differentiated else nn.Identity(), nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.view_as_real(torch.fft.rfft(self.first(x))).flatten(-2)[..., :6])
+
+
+@pytest.mark.parametrize("differentiated", [True, False])
+def test_complex_numbers_within_the_forward_pass_alone_have_a_graph(differentiated: bool) -> None:
+    eager, ours = pair(Spectrum(differentiated), {"utils": {"kernels": "onnxruntime"}})
+    with warnings.catch_warnings(record=True) as record:
+        warnings.simplefilter("always")
+        assert_same_gradients(eager, ours, lambda module: module(X).sum().backward())
+    messages = of_fallback(record)
+    assert len(messages) == differentiated and all("complex numbers, which ONNX lacks" in text for text in messages)

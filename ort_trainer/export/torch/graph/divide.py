@@ -108,7 +108,8 @@ def _bases(saved: Sequence[Node], in_memory: Collection[Node]) -> list[Node]:
     for node in saved:
         base = base_of(node)
         fits = base in in_memory or base in saved
-        if is_tensor(base) and (fits or elements[base] >= number_of_elements(base.meta["val"])):
+        is_same = is_tensor(base) and base.meta["val"].dtype == node.meta["val"].dtype  # ONNX has no complex numbers
+        if is_same and (fits or elements[base] >= number_of_elements(base.meta["val"])):
             node = base
         bases[node] = None
     return [node for node in bases if node.op != "placeholder"]

@@ -127,6 +127,9 @@ def to_onnx(
     Raises:
         ExportError: If an operator has no translation, or the engine has no kernel for it.
     """
+    crossing = next((node for node, _ in (*inputs, *results) if _is_complex(node)), None)
+    if crossing is not None:  # such as what the backward pass of a Fourier transform needs of the forward pass
+        raise ExportError(_complex_numbers(crossing))
     stage("translate")
     placeholders = module.graph.find_nodes(op="placeholder")
     model = _translate(module, [node for node, _ in results])
@@ -210,15 +213,23 @@ def _translate(module: torch.fx.GraphModule, results: Sequence[torch.fx.Node]) -
             raise ExportError(_explain(error, module.graph)) from error
 
 
+def _is_complex(node: torch.fx.Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.is_complex()
+
+
+def _complex_numbers(node: torch.fx.Node) -> str:
+    return (
+        f"the graph can't be translated to ONNX: {node.target} gives complex numbers, which ONNX lacks; "
+        f"compute with their real and imaginary parts: {source_line(node)}"
+    )
+
+
 def _explain(error: Exception, graph: torch.fx.Graph) -> str:
     """Returns the operator that could not be translated, and its line in the user's code."""
     for node in graph.nodes:
-        value = node.meta.get("val")
-        if node.op == "call_function" and isinstance(value, torch.Tensor) and value.is_complex():
-            return (
-                f"the graph can't be translated to ONNX: {node.target} gives complex numbers, which ONNX lacks; "
-                f"compute with their real and imaginary parts: {source_line(node)}"
-            )
+        if node.op == "call_function" and _is_complex(node):
+            return _complex_numbers(node)
     match = re.search(r"translating node %(\w+)", str(error))
     for node in graph.nodes:
         if match is not None and node.name == match[1]:
