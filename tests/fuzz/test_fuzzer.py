@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from ort_trainer.export.torch.guard.reads import Reads
+from ort_trainer.optim.rule import ParameterBatch
 from ort_trainer.train.strategy import Strategy
 
 from .. import processes
@@ -86,6 +87,14 @@ def test_an_error_of_another_kind(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 
     monkeypatch.setattr(Strategy, "reduce", reduce)
     assert "KeyError: 'none'" in _fails(SMALL, "raw error", tmp_path)
+
+
+def test_an_error_of_a_kernel_is_no_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ends in a file of the package, as kernels have no frames of Python."""
+    monkeypatch.setattr(ParameterBatch, "slot", lambda self, name: [])
+    recipe = Recipe(1, layers=SMALL.layers, sizes=SMALL.sizes, optimizer="adamw")
+    outcome = compare(recipe)["pytorch"]
+    assert outcome.kind == "raw error" and outcome.text.startswith("RuntimeError: ")
 
 
 def test_an_error_of_the_package_is_a_refusal() -> None:
