@@ -24,6 +24,7 @@ from ..export.torch import GraphBuilder
 from ..export.torch.capture.borrow import BORROWED, borrowed
 from ..export.torch.capture.call import CallDescription, ExportedCall
 from ..export.torch.capture.describe import input_shapes
+from ..export.torch.capture.eager import random_state_kept
 from ..export.torch.capture.step_module import canonical_names
 from ..export.torch.guard import ModelChangedError, ModelWatch
 from ..export.torch.guard.reads import Reads, Root
@@ -300,7 +301,7 @@ class CallGraphs:
         device = _device_of([*leaves.values(), *module.parameters(), *module.buffers()])
         refuse_subclasses(leaves)
         copies = {name: clone(value) for name, value in leaves.items()}
-        result = self._result(positional, dict(named), copies)
+        result = self._result(positional, dict(named), copies, device)
         call = ExportedCall(
             model=module,
             description=description,
@@ -394,7 +395,11 @@ class CallGraphs:
         return (owner._parameters if key in owner._parameters else owner._buffers), key
 
     def _result(
-        self, positional: Sequence[Layout], named: Mapping[str, Layout], copies: Mapping[str, torch.Tensor]
+        self,
+        positional: Sequence[Layout],
+        named: Mapping[str, Layout],
+        copies: Mapping[str, torch.Tensor],
+        device: torch.device,
     ) -> Any:
         """Runs the module once on copies, to see what it returns; leaves no side effects."""
         layouts = {self._name(at): private(layout) for at, layout in enumerate(positional)}
@@ -407,7 +412,7 @@ class CallGraphs:
             BORROWED,
             borrowed(self._module, (), self._module.training, modes),
             self._trial.running(),
-            torch.random.fork_rng([]),
+            random_state_kept(device),
             settled(self._module),
             without_reading_memory(copies),
         ):

@@ -30,6 +30,7 @@ from .capture.borrow import borrowed, quiet
 from .capture.branches import ValuesAsked
 from .capture.call import ExportedCall
 from .capture.capture import Capture, capture
+from .capture.eager import random_state_kept
 from .capture.fingerprint import NoFingerprint, fingerprint
 from .capture.index_ranges import find_index_ranges, reads_values
 from .capture.step_module import ExportedStep
@@ -290,7 +291,8 @@ class _Exporter:
         if not tables:
             return []
         left_by_run: list[list[torch.Tensor]] = []
-        with torch.no_grad(), torch.random.fork_rng(), Recorder(self._module).running():
+        kept = random_state_kept(self._step.device_for(sample))
+        with torch.no_grad(), kept, Recorder(self._module).running():
             for _ in range(2):
                 self._module.run(*(value.clone() for value in sample))
                 left_by_run.append([read(self._module, place) for place in tables])
