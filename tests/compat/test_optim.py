@@ -38,8 +38,8 @@ INVALID: list[tuple[Callable[[], Any], str]] = [
     (lambda: _OptimizerConfig("FooOptimizer", [], {"lr": 0.1}), "name must be one of"),
     (lambda: _OptimizerConfig("AdamOptimizer", [{"alpha": 1}], {"lr": 0.1, "alpha": 2}), "must be a dict with a 'para"),
     (lambda: _OptimizerConfig("AdamOptimizer", [{"params": ["a"], "alpha": 1}], {"lr": 0.1}), "sets 'alpha', which"),
-    (lambda: TrainStepInfo(SGDConfig(), step=-1), "step must not be negative"),
-    (lambda: LinearWarmupLRScheduler(-1), "'total_steps' must be positive"),
+    (lambda: TrainStepInfo(SGDConfig(), step=-1), "step must be at least 0"),
+    (lambda: LinearWarmupLRScheduler(-1), "'total_steps' must be at least 1"),
     (lambda: amp.DynamicLossScaler(loss_scale="a"), "loss_scale must be an int or float"),
     (lambda: ORTTrainer(None, MLP_DESC, SGDConfig()), "model must be a torch.nn.Module"),
 ]

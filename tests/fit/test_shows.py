@@ -127,7 +127,7 @@ def test_a_csv_file_goes_on(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("maker", [lambda: CSVLogger("a.csv", 0), lambda: TensorBoardLogger("a", every_n_batches=0)])
 def test_refused_intervals(maker: Any) -> None:
-    with pytest.raises(ValueError, match="every_n_batches must be at least 1, but 0"):
+    with pytest.raises(ValueError, match="every_n_batches must be at least 1.*, but 0"):
         maker()
 
 
