@@ -89,6 +89,8 @@ _PREPARE: dict[str, Callable[[tuple[Any, ...]], tuple[Any, ...]]] = {
             "aten._embedding_bag_per_sample_weights_backward",
             "aten._pdist_forward",
             "aten._pdist_backward",
+            "aten.mkldnn_rnn_layer",
+            "aten.mkldnn_rnn_layer_backward",
             "aten.adaptive_max_pool3d_backward",
             "aten.fractional_max_pool2d_backward",
             "aten.fractional_max_pool3d_backward",
