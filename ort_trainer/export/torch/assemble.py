@@ -85,6 +85,9 @@ class Assembler:
         self._buffer_updates = {name: names.unique(f"{name}.updated") for name in flat.buffer_updates}
         self._input_updates = {name: names.unique(f"{name}.updated") for name in changed}
         self._conditions = [names.unique(f"condition_{number}") for number in range(len(flat.conditions))]
+        differentiated = [description.inputs[index].name for index in flat.input_gradients]
+        self._input_gradients = {name: names.unique(f"{name}.grad") for name in differentiated}
+        self._tangents = {node.name: names.unique(f"{self._outputs[i]}.grad") for node, i in flat.tangents.items()}
 
     def step(self) -> Step:
         """Returns the step with a loss, or its forward pass for evaluation.
@@ -227,12 +230,9 @@ class Assembler:
             without(part, tangents, absent)
         depends = depends_on(part, tangents)
         kept = dict(zip((node.name for node in self._forward_nodes()), self._forward_names(), strict=True))
-        reserved = Names([*self._inputs.values(), *kept.values(), *saved.values(), *self._gradients.values(), SIZES])
-        differentiated = [self._exported.description.inputs[index].name for index in flat.input_gradients]
-        input_gradients = {name: reserved.unique(f"{name}.grad") for name in differentiated}
-        results = _named(part.results, [*self._gradients.values(), *input_gradients.values()])
+        results = _named(part.results, [*self._gradients.values(), *self._input_gradients.values()])
         present = {name for _, name in results}
-        gradient_of = {n: reserved.unique(f"{output_of[n]}.grad") for n in tangent_nodes if n in part.inputs}
+        gradient_of = {node: self._tangents[node] for node in tangent_nodes if node in part.inputs}
         taken = {**self._inputs, **kept, **saved, **gradient_of}
         inputs = [(node, taken[name]) for name, node in part.inputs.items() if name in taken and node.users]
         specs = [TensorSpec(name, dtype_name(node.meta["val"].dtype), None) for node, name in inputs]
@@ -249,7 +249,7 @@ class Assembler:
             loss="",
             state={},
             gradients={key: name for key, name in self._gradients.items() if name in present},
-            input_gradients={key: name for key, name in input_gradients.items() if name in present},
+            input_gradients={key: name for key, name in self._input_gradients.items() if name in present},
             tangents={output_of[node]: name for node, name in gradient_of.items() if part.inputs[node].users},
             depends={
                 name: tuple(sorted(output_of[tangents[tangent]] for tangent in depends[node])) for node, name in results

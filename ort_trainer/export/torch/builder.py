@@ -22,11 +22,11 @@ from ...engine.ort import preload
 from ...step import Step
 from ..cache import Export, export_cache
 from .capture.answers import answers_of
-from .capture.borrow import BORROWED, borrowed
+from .capture.borrow import BORROWED
 from .capture.branches import ValuesAsked
-from .capture.eager import EagerStep, coarsest, random_state_kept, run_eagerly, with_values
+from .capture.eager import EagerStep, evaluate_eagerly, run_eagerly
 from .capture.isolation import can_differentiate, can_isolate, run_in_child
-from .capture.step_module import ExportedStep, StepModule
+from .capture.step_module import ExportedStep
 from .capture.torch_versions import is_tested
 from .lower.kinds import PROGRAMS, kinds
 from .outside.notes import Notes
@@ -206,21 +206,8 @@ class GraphBuilder:
     def reference(
         self, batch: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]
     ) -> tuple[Sequence[torch.Tensor], float]:
-        """Returns PyTorch's own results in evaluation mode, and the relative size of a rounding.
-
-        Args:
-            batch: Inputs by name.
-            tensors: The values of parameters and buffers by canonical name: the model's own tensors, or others.
-        """
-        module = StepModule(self.step)
-        module.recorder.numbers.clear()  # stand-ins are for captures
-        sample = [batch[entry.name] for entry in self.step.description.inputs]
-        autocast = self.step.autocast_for(sample)
-        kept, held = random_state_kept(sample[0].device), with_values(self.step.model, tensors)
-        with BORROWED, kept, held, borrowed(module, (), training=False), torch.no_grad(), autocast:
-            results = tuple(module(*(value.clone() for value in sample)))
-        rounding = self.step.autocast or coarsest([*tensors.values(), *sample])
-        return results, torch.finfo(rounding).eps
+        """Returns PyTorch's own results in evaluation mode; see :func:`~.eager.evaluate_eagerly`."""
+        return evaluate_eagerly(self.step, batch, tensors)
 
     def eager(
         self,

@@ -16,6 +16,7 @@ from .step_module import ExportedStep, StepModule
 __all__ = [
     "EagerStep",
     "coarsest",
+    "evaluate_eagerly",
     "gradient_of",
     "put_buffers_back",
     "random_state",
@@ -75,11 +76,8 @@ def run_eagerly(
         state: The state of the generator that draws the step's random numbers; None for PyTorch's own.
         shake: A seed, to change weights and inputs by one rounding; None not to.
     """
-    module = StepModule(step)
-    module.recorder.numbers.clear()  # stand-ins are for captures
-    sample = [batch[entry.name].detach().clone() for entry in step.description.inputs]
+    module, sample, rounding = _prepared(step, batch)
     device = step.device_for(sample)
-    rounding = step.autocast or coarsest([*step.model.parameters(), *step.model.buffers(), *sample])
     epsilon = torch.finfo(rounding).eps
     if shake is not None:
         sample = [shaken(value, epsilon, shake) for value in sample]
@@ -121,6 +119,41 @@ def run_eagerly(
             buffers,
             rounding if rounding == step.autocast else coarsest([torch.empty(0, dtype=rounding), *outputs.values()]),
         )
+
+
+def evaluate_eagerly(
+    step: ExportedStep, batch: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]
+) -> tuple[Sequence[torch.Tensor], float]:
+    """Runs a step in PyTorch in evaluation mode. Leaves no trace.
+
+    Args:
+        step: The step.
+        batch: Inputs by name.
+        tensors: The values of parameters and buffers by canonical name: the model's own tensors, or others.
+
+    Returns:
+        The described outputs, and the relative size of a rounding.
+    """
+    module, sample, rounding = _prepared(step, batch)
+    with (
+        BORROWED,
+        random_state_kept(step.device_for(sample)),
+        with_values(step.model, tensors),
+        borrowed(module, (), training=False),
+        torch.no_grad(),
+        step.autocast_for(sample),
+    ):
+        return module(*sample), torch.finfo(rounding).eps
+
+
+def _prepared(
+    step: ExportedStep, batch: Mapping[str, torch.Tensor]
+) -> tuple[StepModule, list[torch.Tensor], torch.dtype]:
+    """Returns what runs a step, copies of its inputs, and the dtype that rounds most in it."""
+    module = StepModule(step)
+    module.recorder.numbers.clear()  # stand-ins are for captures
+    sample = [batch[entry.name].detach().clone() for entry in step.description.inputs]
+    return module, sample, step.autocast or coarsest([*step.model.parameters(), *step.model.buffers(), *sample])
 
 
 @contextlib.contextmanager
