@@ -420,3 +420,21 @@ def test_gradients_are_there_while_the_backward_pass_runs(monkeypatch: pytest.Mo
     assert [number for what, number in seen if what == "ran"] == sorted(n for what, n in seen if what == "ran")
     loss.backward()
     close(torch.autograd.grad(ours(X, label=Y)["loss"], ours.first.weight)[0], ours.first.weight.grad / 2)
+
+
+class AssignsASlice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = x.clone()
+        h[..., 1:] = h[..., :-1] * 0.2
+        return self.head(h)
+
+
+def test_a_transposition_is_kept_for_the_backward_pass_and_read_by_a_product() -> None:
+    """The assignment is translated to ONNX as a scatter between transpositions."""
+    eager, ours = pair(AssignsASlice(), {"utils": {"kernels": "onnxruntime"}})
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
+    assert_same_gradients(eager, ours, lambda module: module(x).square().sum().backward())

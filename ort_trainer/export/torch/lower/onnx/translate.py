@@ -147,6 +147,7 @@ def to_onnx(
     SimplifyPass(thoroughly)(model)
     lower_after(model)
     convert_opset(model, opset)
+    _transpose_within_products(model)
     _name_nodes(model, operators)
     _rename(model, [name for _, name in inputs], [name for _, name in results])
     WidenInterfacePass()(model)
@@ -347,6 +348,25 @@ def _drop_dimension(graph: torch.fx.Graph, result: torch.fx.Node, shown: torch.T
     result.meta["val"] = shown
     for user in users:
         user.replace_input_with(result, dropped)
+
+
+def _transpose_within_products(model: ir.Model) -> None:
+    """Lets a Gemm transpose its operand itself, where the transposition is also a result.
+
+    ONNX Runtime (1.19 to 1.31) would do so, too, and lose the result: its ``GemmTransposeFusion`` asks how many nodes
+    read a transposition, but not whether it is an output of the graph.
+    """
+    for value in model.graph.outputs:
+        transposition = value.producer()
+        if transposition is None or transposition.op_type != "Transpose":
+            continue
+        if list(transposition.attributes.get_ints("perm", (1, 0))) != [1, 0]:
+            continue
+        for product, place in list(value.uses()):
+            if product.op_type == "Gemm" and place < 2:
+                flag = ("transA", "transB")[place]
+                product.attributes[flag] = ir.AttrInt64(flag, 1 - product.attributes.get_int(flag, 0))
+                product.replace_input_with(place, transposition.inputs[0])
 
 
 def _name_nodes(model: ir.Model, operators: Mapping[str, str]) -> None:
