@@ -80,7 +80,7 @@ LOSSES: dict[str, Loss] = {
         "lambda p, y: 1 - (2 * (p.sigmoid() * y).sum() + 1) / (p.sigmoid().sum() + y.sum() + 1)", f"{_BITS}.to(dtype)"
     ),
     "contrastive": Loss("lambda p, y: F.cross_entropy(p @ y.t(), torch.arange(len(p)))", _VALUES, True),
-    "triplet": Loss("lambda p, y: F.triplet_margin_loss(p, y, p.detach().flip(0))", _VALUES),
+    "triplet": Loss("lambda p, y: F.triplet_margin_loss(p, y, p.detach().flip(0) + 1)", _VALUES),
     "largest rows": Loss(
         "lambda p, y: (p - y).square().flatten(1).mean(1).topk(len(p) // 2 + 1).values.mean()", _VALUES
     ),
