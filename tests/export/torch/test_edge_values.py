@@ -243,6 +243,21 @@ def test_results_of_activations_at_the_edges() -> None:
 
 
 @pytest.mark.options(kernels="onnxruntime")
+def test_small_results_keep_their_digits() -> None:
+    tail = torch.tensor([-12.0, -16.0, -17.5, -20.0, -30.0, -80.0])
+
+    def logarithms(x: torch.Tensor) -> list[torch.Tensor]:
+        probability, one = x.sigmoid(), torch.ones_like(x)
+        entropy = F.binary_cross_entropy(probability, one, reduction="none")
+        others = [F.logsigmoid(x), F.softplus(x).log(), torch.expm1(1e-4 * x).abs().log()]
+        return [probability.log(), entropy, *others]
+
+    comparison = Comparison([Call(logarithms, [x.requires_grad_()]) for x in (tail, tail.double())])
+    for number, ours in enumerate(comparison.ours()):
+        assert difference(ours, comparison.theirs(number)) is None
+
+
+@pytest.mark.options(kernels="onnxruntime")
 def test_layer_norm_far_from_zero() -> None:
     far = 100 + torch.arange(64).reshape(2, 4, 8) % 5 / 4
     calls = [

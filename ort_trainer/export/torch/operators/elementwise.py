@@ -35,6 +35,45 @@ def _reciprocal_square_root(value: Value) -> Value:
     return op.Reciprocal(_square_root(value))
 
 
+@translation(aten.sigmoid.default)
+def _sigmoid(value: Value) -> Value:
+    """Returns 1 / (1 + exp(-value)).
+
+    ONNX Runtime's Sigmoid is exact to 1e-7 of 1, and 0 below -18, so a small one has a wrong logarithm.
+    In halves, where nothing is between that and 0, exp would overflow.
+    """
+    if value.dtype == ir.DataType.FLOAT16:
+        return op.Sigmoid(value)
+    return op.Reciprocal(op.Add(op.CastLike(1.0, value), op.Exp(op.Neg(value))))
+
+
+@translation(aten.log1p.default)
+def _log1p(value: Value) -> Value:
+    """Returns log(1 + value), also of small values: corrected by what the sum lost (Kahan; HP-15C handbook, 1982)."""
+    one = op.CastLike(1.0, value)
+    total = op.Add(one, value)
+    is_value = op.Or(op.Equal(total, one), op.Equal(total, op.CastLike(float("inf"), value)))
+    lost = op.Div(value, op.Sub(op.Where(is_value, op.CastLike(2.0, value), total), one))
+    return op.Where(is_value, value, op.Mul(op.Log(total), lost))
+
+
+@translation(aten.expm1.default)
+def _expm1(value: Value) -> Value:
+    """Returns exp(value) - 1, also of small values, as tanh(value / 2) (exp(value) + 1)."""
+    half = op.Mul(value, op.CastLike(0.5, value))
+    return op.Mul(op.Tanh(half), op.Add(op.Exp(value), op.CastLike(1.0, value)))
+
+
+@translation(aten.softplus.default)
+def _softplus(value: Value, beta: float = 1.0, threshold: float = 20.0) -> Value:
+    """Returns log(1 + exp(beta value)) / beta, and the value itself beyond the threshold."""
+    scaled = op.Mul(value, op.CastLike(float(beta), value))
+    # As for _sigmoid.
+    logarithm = op.Softplus(scaled) if value.dtype == ir.DataType.FLOAT16 else _log1p(op.Exp(scaled))
+    small = op.Div(logarithm, op.CastLike(float(beta), value))
+    return op.Where(op.Greater(scaled, op.CastLike(float(threshold), value)), value, small)
+
+
 @translation(prims.hypot.default)
 def _hypot(first: Value, second: Value) -> Value:
     """Returns the hypotenuse, scaled so that squares of large numbers do not overflow."""

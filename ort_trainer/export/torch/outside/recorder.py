@@ -41,7 +41,7 @@ from .values import CONTAINERS, MEMORIES, VIEWS, frozen, is_plain, is_watched, p
 __all__ = ["Pair", "Recorder"]
 
 _TORCH = str(Path(torch.__file__).parent)
-_OURS = str(Path(__file__).parent)
+_OURS = str(Path(__file__).parents[1])  # the exporter
 _TORCH_MODELS = str(Path(torch.nn.__file__).parent)
 # Called without being named.
 _CALLED_ON_CLASSES = frozenset(
