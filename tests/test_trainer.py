@@ -451,6 +451,16 @@ def test_check_model_export() -> None:
     assert trainer.session is None
 
 
+def test_check_model_export_of_a_transformer_in_mixed_precision() -> None:
+    """The fast path of PyTorch's layer does not see autocast while something watches its operators."""
+    layer = nn.Sequential(nn.Linear(8, 8), nn.TransformerEncoderLayer(8, 2, 4, dropout=0.0, batch_first=True))
+    options = {"debug": {"check_model_export": True}, "mixed_precision": {"enabled": True, "dtype": "bfloat16"}}
+    loss_fn = nn.MSELoss()
+    trainer = ORTTrainer(layer, "auto", optim.SGDConfig(), loss_fn=loss_fn, options=ORTTrainerOptions(options))
+    trainer.prepare((X[:, None], X[:, None]))
+    assert torch.backends.mha.get_fastpath_enabled()
+
+
 def test_extra_postprocess() -> None:
     seen = []
 

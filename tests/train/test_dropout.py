@@ -222,6 +222,9 @@ LAYOUTS = {
         lambda h: (h.t() * torch.empty_like(h.t()).uniform_(1, 2) + torch.empty_like(h.t()).normal_()).t(),
         lambda h: (h.t() * torch.bernoulli(h.t().sigmoid())).t(),
         lambda h: F.alpha_dropout(h.t(), 0.3, True).t(),
+        # Kernels whose results are contiguous, though PyTorch's description of them says otherwise.
+        lambda h: F.dropout(F.logsigmoid(h.t()), 0.3).t(),
+        lambda h: F.dropout(F.batch_norm(h.reshape(-1, 4, 3).mT, None, None, training=True), 0.3).mT.reshape(-1, 12),
     ],
     "recomputed": [lambda h: checkpoint(lambda v: F.dropout(v.t().tanh(), 0.3).t().sin(), h, use_reentrant=False)],
 }

@@ -256,7 +256,8 @@ def test_trainers_that_start_in_several_threads() -> None:
         assert all(torch.equal(value, found[name]) for name, value in alone.state_dict(pytorch_format=True).items())
 
 
-def test_bfloat16_parameters_are_trained_as_float32() -> None:
+@pytest.mark.parametrize(("kernels", "relative"), [("pytorch", 1e-5), ("onnxruntime", 1e-3)])
+def test_bfloat16_parameters_are_trained_as_float32(kernels: str, relative: float) -> None:
     class Narrow(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -271,7 +272,8 @@ def test_bfloat16_parameters_are_trained_as_float32() -> None:
     reference = copy.deepcopy(model)
     masters = [p.detach().float().requires_grad_() for p in reference.parameters()]
     optimizer = torch.optim.AdamW(masters, 0.01, weight_decay=0.01)
-    trainer = ORTTrainer(model, DESC, optim.AdamConfig(lr=0.01, lambda_coef=0.01), loss_fn=F.cross_entropy)
+    config, options = optim.AdamConfig(lr=0.01, lambda_coef=0.01), ORTTrainerOptions({"utils": {"kernels": kernels}})
+    trainer = ORTTrainer(model, DESC, config, loss_fn=F.cross_entropy, options=options)
     for x, y in mlp_batches(10, size=16):
         loss = F.cross_entropy(reference(x), y)
         assert torch.allclose(trainer.train_step(x, y), loss.detach(), rtol=1e-4)
@@ -284,7 +286,7 @@ def test_bfloat16_parameters_are_trained_as_float32() -> None:
         with torch.no_grad():
             for master, parameter in zip(masters, reference.parameters(), strict=True):
                 parameter.copy_(master)
-    assert_same_weights(trainer, reference, 1e-3)
+    assert_same_weights(trainer, reference, relative)
     assert trainer.get_parameter("body.weight").dtype == torch.float32
     model.load_state_dict(trainer.state_dict(pytorch_format=True))
     trainer.load_state_dict(trainer.state_dict())

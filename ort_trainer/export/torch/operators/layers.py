@@ -58,6 +58,23 @@ for _operator in (
     decomposition(_operator)(decomposition_table[_operator])
 
 
+@composite(aten.batch_norm.default)
+def _batch_norm(input: torch.Tensor, *others: Any) -> torch.Tensor:
+    """Normalizes a contiguous copy: the kernel's result is contiguous, and a captured one has the order of its input.
+
+    PyTorch draws the numbers of a following dropout in the order of memory. (Images may be channels last in both.)
+    """
+    result: torch.Tensor = aten.batch_norm.default(input.contiguous() if input.dim() < 4 else input, *others)
+    return result
+
+
+@composite(aten.log_sigmoid.default)
+def _log_sigmoid(input: torch.Tensor) -> torch.Tensor:
+    """Takes a contiguous copy, for the same reason."""
+    result: torch.Tensor = aten.log_sigmoid.default(input.contiguous())
+    return result
+
+
 @decomposition(aten.native_layer_norm.default)
 def _layer_norm(
     input: torch.Tensor, normalized_shape: Any, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .....core.errors import ExportError
 from .....engine.programs.halves import slow_halves
 from ...capture.step_module import ExportedStep
 from ...graph.kernels import Kernels, Lowered
@@ -57,9 +56,6 @@ class ProgramKernels(Kernels):
         from .rewrites import rewrite
 
         nodes = graph.module.graph
-        for node, name in graph.inputs:
-            if node in flat.state and node.meta["val"].dtype == torch.bfloat16:
-                raise ExportError(f"{name!r} is bfloat16, which graphs of PyTorch's kernels don't take")
         _widen_interface(nodes, [node for node, _ in graph.inputs])
         (end,) = nodes.find_nodes(op="output")
         end.args = (tuple(_widened(node, end) for node, _ in graph.results),)
