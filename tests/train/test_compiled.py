@@ -15,6 +15,7 @@ from torch import nn
 from ort_trainer import ORTModule, ORTTrainer, ORTTrainerOptions, optim
 from ort_trainer.core.errors import ExportError
 
+from ..fidelity.layer_cases import Apply
 from ..helpers import MLP, assert_close, assert_same_weights, mlp_trainer
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="there is no C++ compiler")
@@ -197,6 +198,21 @@ def test_a_module_is_compiled() -> None:
         expected(x).square().mean().backward()
         for mine, theirs in zip(model.parameters(), expected.parameters(), strict=True):
             assert_close(mine.grad, theirs.grad, 1e-5, "gradient")
+
+
+@needs_compiler
+def test_a_convolution_over_sizes_that_change(caplog: pytest.LogCaptureFixture) -> None:
+    layers = nn.ModuleList([nn.Embedding(11, 4), nn.Conv1d(4, 4, 3, groups=2)])
+    model = Apply(layers, lambda own, tokens: own[1](own[0](tokens).transpose(1, 2)))
+    expected = copy.deepcopy(model)
+    ours = ORTModule(model, ORTTrainerOptions({"utils": {"kernels": "compiled"}}))
+    for size in ((2, 8), (3, 6)):
+        tokens = torch.randint(11, size)
+        ours(tokens).sin().mean().backward()
+        expected(tokens).sin().mean().backward()
+        for mine, theirs in zip(model.parameters(), expected.parameters(), strict=True):
+            assert_close(mine.grad, theirs.grad, 1e-5, "gradient")
+    assert "exported again" not in caplog.text
 
 
 def test_without_a_compiler_an_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -158,15 +158,18 @@ class Assembler:
         inputs = [(part.inputs[node], name) for node, name in self._inputs.items()]
         results = _named(part.results, [*self._forward_names(), *saved.values()])
         specs = tuple(self._spec(node, name) for node, name in results[len(results) - len(saved) :])
+        lowered = self._lowered(part, inputs, results, self._sizes(part.inputs), saved.values())
+        # Compiling loops may add conditions on sizes, which are the forward pass' to check.
+        backwards = self._backwards(divided.backward, saved) if of_backward else ()
         forward = self._forward(
             "forward",
-            self._lowered(part, inputs, results, self._sizes(part.inputs), saved.values()),
+            lowered,
             loss="",
             state={name: self._state[node.name] for node, name in flat.state.items()},
             input_updates=self._input_updates,
             saved=specs,
         )
-        return forward, self._backwards(divided.backward, saved) if of_backward else ()
+        return forward, backwards
 
     def _forward_nodes(self) -> list[Node]:
         """The results of a forward pass: outputs, new values, and conditions."""
