@@ -1,7 +1,8 @@
-"""Training steps on a GPU: this package, eager PyTorch with fused AdamW, and torch.compile in two modes.
+"""Training steps on a GPU: this package, also with compiled loops, eager PyTorch, and torch.compile in two modes.
 
-Each row has a process of its own, in which the contenders take turns; CUDA events measure blocks of steps. The memory
-of each contender is measured in a further process. ``make gpu`` runs this after the tests.
+All have fused AdamW. Each row has a process of its own, in which the contenders take turns; CUDA events measure blocks
+of steps. The processes set up at the same time, and measure one after another. The memory of each contender is measured
+in a further process. ``make gpu`` runs this after the tests.
 
     python benchmarks/gpu.py --out results.json                  # every row that fits into --seconds
     python benchmarks/gpu.py --rows small-gpt2,bert-base --precisions bf16
@@ -11,21 +12,22 @@ of each contender is measured in a further process. ``make gpu`` runs this after
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
+import multiprocessing
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from sections import write_section
 
 PAGE = Path(__file__).parents[1] / "docs" / "gpu.md"
-CONTENDERS = ("ort_trainer", "eager", "compile", "reduce-overhead")
+CONTENDERS = ("ort_trainer", "compiled", "eager", "compile", "reduce-overhead")
 # Row -> how many times the batch of the model in step_models.py.
 ROWS = {"small-gpt2": 4, "bert-base": 4, "mlp": 1, "gpt2-base": 8, "resnet50": 8, "dlrm": 4, "llama-300m": 4}
 _ROUNDS, _SECONDS_OF_BLOCK = 7, 0.15
@@ -57,12 +59,14 @@ def _step(contender: str, task: Any, precision: str) -> Callable[[], Any]:
     """Returns a function that does one step of training."""
     import torch
 
-    if contender == "ort_trainer":
+    if contender in CONTENDERS[:2]:
         from ort_trainer import ORTTrainer, optim
 
-        options: Any = {"mixed_precision": {"enabled": precision != "fp32", "dtype": "bfloat16"}}
+        options: Any = {"utils": {"kernels": "pytorch" if contender == "ort_trainer" else contender}}
+        if precision != "fp32":
+            options["mixed_precision"] = {"enabled": True, "dtype": "bfloat16"}
         config = optim.AdamWConfig(lr=1e-4)
-        trainer = ORTTrainer(task.model, task.description, config, task.loss_fn, options if precision != "fp32" else {})
+        trainer = ORTTrainer(task.model, task.description, config, task.loss_fn, options)
         return lambda: trainer.train_step(*task.batch)
     if contender != "eager":
         mode = None if contender == "compile" else contender
@@ -92,65 +96,103 @@ def _milliseconds(step: Callable[[], Any], count: int) -> float:
     return float(start.elapsed_time(end)) / count
 
 
-def measure_row(row: str, precision: str, contenders: list[str]) -> dict[str, Any]:
-    """Measures the contenders of a row in turns; returns milliseconds for a step, and seconds until the first ended."""
+def _measure_row(parent: Connection, row: str, precision: str, contenders: list[str]) -> None:
+    """Sets up the contenders of a row, and measures them in turns when the parent says so.
+
+    Sends seconds until each one's first step ended, and why others failed; later milliseconds for a step.
+    """
     import torch
 
     steps: dict[str, Any] = {}
     first: dict[str, Any] = {}
     for contender in contenders:
         begin = time.perf_counter()
-        steps[contender] = _step(contender, _task(row), precision)
-        for _ in range(8):  # until graphs are captured
-            steps[contender]()
-            torch.cuda.synchronize()
-            first.setdefault(contender, time.perf_counter() - begin)
+        try:
+            step = _step(contender, _task(row), precision)
+            for _ in range(8):  # until graphs are captured
+                step()
+                torch.cuda.synchronize()
+                first.setdefault(contender, time.perf_counter() - begin)
+            steps[contender] = step
+        except Exception as error:
+            first[contender] = _shown(error)
+    parent.send({"first s": first})
+    parent.recv()
     count = max(3, math.ceil(_SECONDS_OF_BLOCK * 1e3 / _milliseconds(steps["eager"], 3)))
-    times: dict[str, list[float]] = {contender: [] for contender in contenders}
+    times: dict[str, list[float]] = {contender: [] for contender in steps}
     for _ in range(_ROUNDS):
         for contender, step in steps.items():
             times[contender].append(_milliseconds(step, count))
-    return {"ms": {name: statistics.median(values) for name, values in times.items()}, "first s": first}
+    parent.send({"ms": {name: statistics.median(values) for name, values in times.items()}})
 
 
-def measure_memory(row: str, precision: str, contender: str) -> dict[str, Any]:
-    """Returns the most memory, in MB, that a contender's process had reserved, and that its tensors took."""
+def _measure_memory(parent: Connection, row: str, precision: str, contender: str) -> None:
+    """Sends the most memory, in MB, that a contender's process had reserved, and that its tensors took."""
     import torch
 
     step = _step(contender, _task(row), precision)
     for _ in range(8):
         step()
     torch.cuda.synchronize()
-    return {"reserved": torch.cuda.max_memory_reserved() / 1e6, "tensors": torch.cuda.max_memory_allocated() / 1e6}
+    peaks = torch.cuda.max_memory_reserved(), torch.cuda.max_memory_allocated()
+    parent.send({"reserved": peaks[0] / 1e6, "tensors": peaks[1] / 1e6})
 
 
-def _in_process(seconds: float, *arguments: str) -> dict[str, Any]:
-    """Returns what this script prints for some arguments, in another process; why it failed under the key "error"."""
-    command = [sys.executable, __file__, *arguments]
+def _shown(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
+
+
+def _run(parent: Connection, function: Callable[..., None], *arguments: Any) -> None:
     try:
-        result = subprocess.run(command, capture_output=True, text=True, timeout=max(seconds, 1.0), check=False)
-    except subprocess.TimeoutExpired:
-        return {"error": f"not done in {seconds:.0f} s"}
-    if result.returncode:
-        return {"error": result.stderr.strip().rpartition("\n")[2][-300:]}
-    answer: dict[str, Any] = json.loads(result.stdout.strip().rpartition("\n")[2])
-    return answer
+        function(parent, *arguments)
+    except Exception as error:
+        parent.send({"error": _shown(error)})
 
 
-def measure(rows: list[str], precisions: list[str], contenders: list[str], seconds: float) -> dict[str, Any]:
-    """Measures rows one after another, as long as there is time."""
+class _Child:
+    """Another process that runs a function, with a connection to this one as its first argument."""
+
+    def __init__(self, function: Callable[..., None], *arguments: Any) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.connection, there = context.Pipe()
+        self._process = context.Process(target=_run, args=(there, function, *arguments), daemon=True)
+        self._process.start()
+        there.close()
+
+    def answer(self, until: float) -> dict[str, Any]:
+        """Returns what the function sends next; ends it, and says why under the key "error", if there is nothing."""
+        found: dict[str, Any] = {"error": "not done in time"}
+        with contextlib.suppress(EOFError):  # the process has ended
+            if self.connection.poll(max(until - time.monotonic(), 0.01)):
+                found = self.connection.recv()
+        if "error" in found:
+            self._process.kill()
+        return found
+
+
+def measure(
+    rows: list[str], precisions: list[str], contenders: list[str], memory: list[str], seconds: float
+) -> dict[str, Any]:
+    """Sets up all rows at the same time, in at most three quarters of the time, and measures one after another."""
     import torch
 
-    end, results = time.monotonic() + seconds, {}
-    for precision in precisions:
-        for row in rows:
-            key, left = f"{row} {precision}", end - time.monotonic()
-            found = _in_process(left, "--one", row, precision, ",".join(contenders))
-            for contender in contenders[:2] if "error" not in found else ():
-                left = end - time.monotonic()
-                found.setdefault("MB", {})[contender] = _in_process(left, "--memory", row, precision, contender)
-            results[key] = found
-            print(key, json.dumps(found), flush=True)
+    begin, results = time.monotonic(), {}
+    keys = [(row, precision) for precision in precisions for row in rows]
+    children = {key: _Child(_measure_row, *key, contenders) for key in keys}
+    peaks = {
+        key: {name: _Child(_measure_memory, *key, name) for name in contenders[:3]} for key in keys if key[0] in memory
+    }
+    ready = {key: child.answer(begin + seconds * 0.75) for key, child in children.items()}
+    memories = {
+        key: {name: child.answer(begin + seconds * 0.8) for name, child in peak.items()} for key, peak in peaks.items()
+    }
+    for key, child in children.items():
+        found = ready[key] | {"MB": memories.get(key, {})}
+        if "error" not in found:
+            child.connection.send("measure")
+            found |= child.answer(begin + seconds)
+        results[" ".join(key)] = found
+        print(*key, json.dumps(found), flush=True)
     versions = {"torch": torch.__version__, "device": torch.cuda.get_device_name()}
     return {"versions": versions, "rows": results}
 
@@ -159,29 +201,32 @@ def table(results: dict[str, Any]) -> str:
     """Returns the page's section about measured results."""
     where = results["versions"]
     lines = [
-        f"Measured on one {where['device']} with torch {where['torch']}, fp32 without TF32: milliseconds for a step, "
-        "and MB that the process had reserved at most.",
+        f"Measured on one {where['device']} with torch {where['torch']}, fp32 without TF32: milliseconds for a step; "
+        "how many times as long eager PyTorch and the fastest of the last three take as the better of the first two; "
+        "and MB that the process of each of the first three had reserved at most.",
         "",
-        "| model | ort_trainer | eager | compile | reduce-overhead | eager / ort_trainer | best other / ort_trainer | "
-        "memory | eager's |",
-        "|---|---|---|---|---|---|---|---|---|",
+        f"| model | {' | '.join(CONTENDERS)} | eager | fastest | memory |",
+        "|---" * (len(CONTENDERS) + 4) + "|",
     ]
     ratios, best_ratios = [], []
     for name, row in results["rows"].items():
-        if "error" in row:
-            lines.append(f"| {name} | {row['error']} |" + " |" * 7)
+        if "ms" not in row or not {*CONTENDERS[:2]} & {*row["ms"]}:
+            lines.append(f"| {name} | {row.get('error', row.get('first s'))} |" + " |" * (len(CONTENDERS) + 2))
             continue
         times, memory = row["ms"], row.get("MB", {})
-        others = min(value for contender, value in times.items() if contender != "ort_trainer")
-        ratios.append(times["eager"] / times["ort_trainer"])
-        best_ratios.append(others / times["ort_trainer"])
+        ours = min(times[contender] for contender in CONTENDERS[:2] if contender in times)
+        ratios.append(times["eager"] / ours)
+        best_ratios.append(min(times[contender] for contender in CONTENDERS[2:] if contender in times) / ours)
         cells = [f"{times[contender]:.3g}" if contender in times else "" for contender in CONTENDERS]
-        cells += [f"**{ratios[-1]:.2f}**", f"{best_ratios[-1]:.2f}"]
-        cells += [f"{memory.get(contender, {}).get('reserved', math.nan):.0f}" for contender in CONTENDERS[:2]]
-        lines.append(f"| {name} | {' | '.join(cells)} |")
+        peaks = [
+            f"{memory[contender].get('reserved', math.nan):.0f}" for contender in CONTENDERS[:3] if contender in memory
+        ]
+        lines.append(
+            f"| {name} | {' | '.join(cells)} | **{ratios[-1]:.2f}** | {best_ratios[-1]:.2f} | {', '.join(peaks)} |"
+        )
     if ratios:
         means = [math.exp(statistics.fmean(map(math.log, values))) for values in (ratios, best_ratios)]
-        lines += ["", f"Geometric means: {means[0]:.2f} of eager, {means[1]:.2f} of the best other contender measured."]
+        lines += ["", f"Geometric means: {means[0]:.2f} of eager, {means[1]:.2f} of the fastest other contender."]
     return "\n".join(lines)
 
 
@@ -191,25 +236,21 @@ def main() -> None:
     parser.add_argument("--rows", default=",".join(ROWS))
     parser.add_argument("--precisions", default="bf16,fp32")
     parser.add_argument("--contenders", default=",".join(CONTENDERS))
+    parser.add_argument("--memory-of", default=",".join(ROWS), help="rows whose memory is measured")
     parser.add_argument("--seconds", type=float, default=300.0)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--write", type=Path, metavar="RESULTS")
-    parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
-    parser.add_argument("--memory", nargs=3, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.write:
         write_section(PAGE, "gpu", table(json.loads(given.write.read_text())))
-    elif given.one:
-        row, precision, contenders = given.one
-        print(json.dumps(measure_row(row, precision, contenders.split(","))))
-    elif given.memory:
-        print(json.dumps(measure_memory(*given.memory)))
-    else:
-        chosen = (given.rows.split(","), given.precisions.split(","), given.contenders.split(","))
-        results = measure(*chosen, given.seconds)
-        print(table(results))
-        if given.out:
-            given.out.write_text(json.dumps(results, indent=1))
+        return
+    rows, precisions, contenders, memory = (
+        value.split(",") for value in (given.rows, given.precisions, given.contenders, given.memory_of)
+    )
+    results = measure(rows, precisions, contenders, memory, given.seconds)
+    print(table(results))
+    if given.out:
+        given.out.write_text(json.dumps(results, indent=1))
 
 
 if __name__ == "__main__":

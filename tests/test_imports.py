@@ -150,8 +150,13 @@ def test_other_processes_are_met_in_one_room() -> None:
 
 # What files outside the exporter use of torch's private parts.
 PRIVATE_PARTS_OF_TORCH = {
-    # Compiled loops are a library of Inductor's, whose public loader unpacks an archive first.
-    "engine/programs/loops.py": {"torch._C._aoti.AOTIModelContainerRunnerCpu"},
+    # Compiled loops are a library of Inductor's, whose public loader unpacks an archive first; or source that Inductor
+    # wrote, with Triton's kernels.
+    "engine/programs/loops.py": {
+        "torch._C._aoti.AOTIModelContainerRunnerCpu",
+        "torch._inductor.codecache.PyCodeCache.load",
+        "torch._inductor.utils.clear_caches",
+    },
     # A wrapped tensor has no memory that an engine could take; nothing public says that it is wrapped.
     "engine/torch_memory.py": {"torch._C._functorch.is_functorch_wrapped_tensor", "torch._is_functional_tensor"},
     # What surrounds a call of a module, of which a graph would know nothing.

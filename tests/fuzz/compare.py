@@ -208,10 +208,11 @@ def compare(recipe: Recipe, text: str | None = None, report: Any = None) -> dict
 def _outcome(way: str, text: str, reference: _Reference, floor: float) -> Outcome:
     outcome = _trained(lambda: TRAIN[way](lambda: program.run(text)), reference, floor)
     if way == "compile" and outcome.kind in (*BAD, "refused"):
-        # TorchDynamo does not watch everything, and can't capture everything.
-        other = _trained(lambda: with_compile(program.run(text), "aot_eager"), reference, floor)
-        if other.kind != "equal":
-            return Outcome("PyTorch's own", outcome.text, outcome.place)
+        # TorchDynamo does not watch everything, and can't capture everything. One backend may be right by chance.
+        for backend in ("eager", "aot_eager"):
+            other = _trained(lambda backend=backend: with_compile(program.run(text), backend), reference, floor)  # type: ignore[misc]
+            if other.kind != "equal":
+                return Outcome("PyTorch's own", outcome.text, outcome.place)
     return outcome
 
 

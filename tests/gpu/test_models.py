@@ -1,4 +1,4 @@
-"""Twenty steps of 24 models on a GPU, against PyTorch there: from a size's fourth step on, as CUDA graphs."""
+"""Twenty steps of models on a GPU, against PyTorch there: from a size's fourth step on, as CUDA graphs."""
 
 from __future__ import annotations
 
@@ -15,6 +15,15 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 @pytest.mark.parametrize("name", MODELS)
 def test_trains_as_pytorch(name: str) -> None:
+    _train(name, "auto")
+
+
+@pytest.mark.parametrize("name", ["mlp with norms", "convolutions", "encoder with padding", "dlrm", "gpt2", "llama"])
+def test_compiled_loops_train_as_pytorch(name: str) -> None:
+    _train(name, "compiled")
+
+
+def _train(name: str, kernels: str) -> None:
     torch.manual_seed(0)
     model, batches = MODELS[name]()
     steps = [tuple(value.cuda() for value in batches[number // 5 % 2]) for number in range(20)]
@@ -25,6 +34,7 @@ def test_trains_as_pytorch(name: str) -> None:
         optim.SGDConfig(lr=0.02),
         lambda reference: torch.optim.SGD(reference.parameters(), lr=0.02),
         loss_fn=None,
+        options={"utils": {"kernels": kernels}},
         relative=1e-4,
     )
     assert trainer.loop.device.type == "cuda" and trainer.loop.kernels == "PyTorch's"

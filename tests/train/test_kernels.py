@@ -250,22 +250,23 @@ def test_twenty_steps_as_pytorch() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kernels", "message"),
-    [("onnxruntime", "ONNX Runtime .* lacks CUDAExecutionProvider"), ("compiled", "compiled loops run on the CPU")],
+    ("device", "kernels", "message"),
+    [
+        ("cuda", "onnxruntime", "ONNX Runtime .* lacks CUDAExecutionProvider, and training runs on cuda"),
+        ("xpu", "compiled", "compiled loops run on CPUs and CUDA, and training runs on xpu"),
+    ],
 )
-def test_kernels_that_a_gpu_lacks_are_refused(kernels: str, message: str) -> None:
-    """As far as this can be tested without CUDA; PyTorch's kernels run there."""
+def test_kernels_that_a_gpu_lacks_are_refused(device: str, kernels: str, message: str) -> None:
+    """As far as this can be tested without a GPU; PyTorch's kernels run there."""
     if has_cuda():
         pytest.skip("ONNX Runtime has kernels for the GPU")
     for name in (kernels, "pytorch", "auto"):
-        options = ORTTrainerOptions({"device": {"id": "cuda"}, "utils": {"kernels": name}})
+        options = ORTTrainerOptions({"device": {"id": device}, "utils": {"kernels": name}})
         source = TorchSource(MLP(), F.cross_entropy, optim.SGDConfig(), options)
         if name != kernels:
             source.builder(ModelDescription(MLP_DESC))
             continue
-        with pytest.raises(
-            ValueError, match=f"utils.kernels is '{kernels}', but {message}.*, and training runs on cuda"
-        ):
+        with pytest.raises(ValueError, match=f"utils.kernels is '{kernels}', but {message}"):
             source.builder(ModelDescription(MLP_DESC))
 
 

@@ -16,11 +16,10 @@ import torch
 
 from ...core.dims import evaluate, evaluate_number
 from ...step.program_graph import Constant, ProgramGraph
-from .program import Order, Program, makes_tensors
+from .program import CPU, Order, Program, makes_tensors
 
 __all__ = ["LoadedCall", "compiled", "loaded"]
 
-_CPU = torch.device("cpu")
 _ATTRIBUTES = (torch.dtype, torch.layout, torch.memory_format)
 _COMPUTED: dict[str, Callable[[str, Mapping[str, int]], float]] = {"dim": evaluate, "number": evaluate_number}
 
@@ -34,13 +33,13 @@ class LoadedCall(NamedTuple):
     outputs: Sequence[str]
 
 
-def loaded(graph: ProgramGraph, device: torch.device = _CPU) -> tuple[list[LoadedCall], dict[str, torch.Tensor]]:
+def loaded(graph: ProgramGraph, device: torch.device = CPU) -> tuple[list[LoadedCall], dict[str, torch.Tensor]]:
     """Returns the nodes of a graph, in order, and its constants by name, on a device.
 
     Raises:
         ValueError: If a program calls anything else than operators on tensors, or a constant is damaged.
     """
-    programs = {key: Program.from_text(text) for key, text in graph.programs.items()}
+    programs = {key: Program.from_text(text, device) for key, text in graph.programs.items()}
     calls = [LoadedCall(call.name, programs[call.program], call.inputs, call.outputs) for call in graph.calls]
     return calls, {name: _tensor(name, constant).to(device) for name, constant in graph.constants.items()}
 
@@ -71,7 +70,7 @@ def compiled(
     outputs: Sequence[str],
     constants: Mapping[str, torch.Tensor] = {},
     timed: bool = False,
-    device: torch.device = _CPU,
+    device: torch.device = CPU,
 ) -> Callable[..., tuple[torch.Tensor, ...]]:
     """Returns a graph of programs as a function. It frees every value after the operator that reads it last.
 
@@ -101,7 +100,7 @@ class _Compiler:
     """Writes the source of a function: ``v1``, ``v2``, ... are its variables, ``g`` and an id its globals."""
 
     def __init__(self, constants: Mapping[str, torch.Tensor], timed: bool, device: torch.device) -> None:
-        self._timed, self._device = timed, None if device.type == "cpu" else device
+        self._timed, self._device = timed, device
         self._globals: dict[str, Any] = {"now": time.perf_counter_ns}
         self._values = {name: self._name(value) for name, value in constants.items()}
         self._lines: list[_Line] = []
@@ -142,9 +141,9 @@ class _Compiler:
             write = functools.partial(self._argument, sources, dims, reads)
             arguments = [write(argument) for argument in args]
             arguments += [f"{_identifier(name)}={write(argument)}" for name, argument in kwargs.items()]
-            if self._device is not None and makes_tensors(target):
+            if self._device != CPU and makes_tensors(target):
                 arguments.append(f"device={self._name(self._device)}")
-            call_of = f"{self._name(program.function(target))}({', '.join(arguments)})"
+            call_of = f"{self._name(program.function(target, self._device))}({', '.join(arguments)})"
             sources["v", index] = self._set(call_of, reads)
             self._mark()
         for name, (step, order) in zip(call.outputs, program.results, strict=True):

@@ -1,54 +1,136 @@
-"""Machine code of fused loops, which PyTorch's Inductor has compiled from a graph, as text for an ONNX file.
+"""Fused loops, which PyTorch's Inductor has compiled from a graph, as text for an ONNX file.
 
+For a CPU they are machine code; for a GPU the Python source that launches them, and the kernels that Triton compiled.
 Only the cache of exports stores such code, and it checks who may write to its files.
 """
 
 from __future__ import annotations
 
 import base64
+import contextlib
 import functools
 import json
+import os
+import tempfile
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import torch
 
 from ...core.atomic import temporary_folder
 
-__all__ = ["encode", "load"]
+__all__ = ["encode", "encode_kernels", "inductor_works_in", "load"]
+
+Loops = Callable[[list[torch.Tensor]], list[torch.Tensor]]
+# Triton's JSON files name others by their path: this stands for the folder.
+_FOLDER = b"<folder of the kernels>"
+# Triton's kernels read words of this many bytes; other tensors are copied.
+_ALIGNMENT = 16
 
 
 def encode(code: bytes, operators: str) -> str:
-    """Returns machine code as text.
+    """Returns machine code for the CPU as text.
 
     Args:
         code: A shared library that Inductor has written ahead of time.
         operators: The operators that it calls through PyTorch's dispatcher, in Inductor's format; may be empty.
     """
-    return json.dumps([base64.b85encode(zlib.compress(code)).decode(), operators])
+    return json.dumps({"library": _packed(code), "operators": operators})
+
+
+def encode_kernels(source: str, folder: Path, device: torch.device) -> str:
+    """Returns loops for a GPU as text.
+
+    Args:
+        source: The source that Inductor has written.
+        folder: Where Inductor worked.
+        device: The device that the source names.
+    """
+    paths = [path for path in folder.rglob("*") if path.is_file()]
+    files = {str(path.relative_to(folder)): _packed(_moved(path, str(folder).encode(), _FOLDER)) for path in paths}
+    return json.dumps({"source": source, "files": files, "device": str(device)})
 
 
 @functools.lru_cache(maxsize=64)  # equal code is loaded only once
-def load(text: str) -> Callable[[list[torch.Tensor]], list[torch.Tensor]]:
-    """Returns machine code as a function of tensors, which must have the strides that they had at compilation.
+def load(text: str, device: torch.device) -> Loops:
+    """Returns loops as a function of tensors, which must have the strides that they had at compilation.
 
     Args:
-        text: From :func:`encode`.
+        text: From :func:`encode` or :func:`encode_kernels`.
+        device: Where they run.
 
     Raises:
-        ValueError: If the text is not machine code for this machine.
+        ValueError: If the text is not code for this machine and this device.
     """
     try:
-        code, operators = json.loads(text)
-        library = zlib.decompress(base64.b85decode(code))
-        # Loading maps the file into memory, after which it may be deleted.
-        with temporary_folder() as folder:
-            path = folder / "loops.so"
-            path.write_bytes(library)
-            if operators:
-                path.with_suffix(".json").write_text(operators, encoding="utf-8")
-            run: Callable[[list[torch.Tensor]], list[torch.Tensor]]
-            run = torch._C._aoti.AOTIModelContainerRunnerCpu(str(path), 1).run
-    except (ValueError, TypeError, zlib.error, RuntimeError) as error:
+        parts = json.loads(text)
+        return _of_library(**parts) if "library" in parts else _of_kernels(**parts, here=device)
+    except (OSError, ValueError, TypeError, zlib.error, RuntimeError, SyntaxError) as error:
         raise ValueError(f"compiled loops can't be loaded: {error}") from error
-    return run
+
+
+def _of_library(library: str, operators: str) -> Loops:
+    code = _unpacked(library)
+    # Loading maps the file into memory, after which it may be deleted.
+    with temporary_folder() as folder:
+        path = folder / "loops.so"
+        path.write_bytes(code)
+        if operators:
+            path.with_suffix(".json").write_text(operators, encoding="utf-8")
+        run: Loops = torch._C._aoti.AOTIModelContainerRunnerCpu(str(path), 1).run
+        return run
+
+
+def _of_kernels(source: str, files: Mapping[str, str], device: str, here: torch.device) -> Loops:
+    if device != str(here):
+        raise ValueError(f"they were compiled for {device}, and are to run on {here}")
+    from torch._inductor.codecache import PyCodeCache
+
+    folder = Path(_folder_of_process().name)
+    for name, data in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(_unpacked(data))
+        path.write_bytes(_moved(path, _FOLDER, str(folder).encode()))
+    with inductor_works_in(folder):
+        run: Any = PyCodeCache.load(source).call
+    return lambda values: run([value.clone() if value.data_ptr() % _ALIGNMENT else value for value in values])
+
+
+@functools.cache
+def _folder_of_process() -> tempfile.TemporaryDirectory[str]:
+    """Returns the folder where kernels lie while the process runs: they are read when they first run."""
+    return tempfile.TemporaryDirectory(prefix="ort_trainer")
+
+
+@contextlib.contextmanager
+def inductor_works_in(folder: Path) -> Iterator[None]:
+    """Lets Inductor build and load its own files in a folder that only this user can write to.
+
+    Its default is a folder in the system's temporary folder with the user's name, which anybody may have created.
+    """
+    from torch._inductor.utils import clear_caches  # of paths in the folder that it used before
+
+    with mock.patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=str(folder), TRITON_CACHE_DIR=str(folder / "triton")):
+        clear_caches()
+        try:
+            yield
+        finally:
+            clear_caches()
+
+
+def _moved(path: Path, before: bytes, after: bytes) -> bytes:
+    """Returns what a file holds, where a JSON file names another folder."""
+    data = path.read_bytes()
+    return data.replace(before, after) if path.suffix == ".json" else data
+
+
+def _packed(data: bytes) -> str:
+    return base64.b85encode(zlib.compress(data)).decode()
+
+
+def _unpacked(text: str) -> bytes:
+    return zlib.decompress(base64.b85decode(text))

@@ -34,6 +34,7 @@ from .strides import with_contiguous_tensors
 
 __all__ = ["GETITEM", "LOOPS", "Order", "Program", "find_operator", "makes_tensors", "may_call"]
 
+CPU = torch.device("cpu")
 GETITEM = "getitem"
 """Target of a step that selects one of several results of another step."""
 LOOPS = "loops.run"
@@ -75,8 +76,8 @@ class Program:
         return json.dumps(vars(self), separators=(",", ":"))
 
     @classmethod
-    def from_text(cls, text: str) -> Program:
-        """Returns the program from :meth:`to_text`.
+    def from_text(cls, text: str, device: torch.device = CPU) -> Program:
+        """Returns the program from :meth:`to_text`, for a device.
 
         Raises:
             ValueError: If the text is not a program, or the program calls anything else than operators on tensors.
@@ -84,18 +85,18 @@ class Program:
         try:
             program = cls(**json.loads(text))
             for target, _, _ in program.steps:
-                program.function(target)
+                program.function(target, device)
         except (TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"this is not a program of PyTorch's operators ({error}): {text[:200]}") from error
         return program
 
-    def function(self, target: str) -> Callable[..., Any]:
-        """Returns what a step with this target calls.
+    def function(self, target: str, device: torch.device = CPU) -> Callable[..., Any]:
+        """Returns what a step with this target calls on a device.
 
         Raises:
             ValueError: If a program may not call it.
         """
-        return load(self.loops) if target == LOOPS else find_operator(target)
+        return load(self.loops, device) if target == LOOPS else find_operator(target)
 
     @property
     def key(self) -> str:

@@ -248,8 +248,8 @@ class _Exporter:
     def _fingerprint(self, captured: Capture) -> str:
         step = self._step
         # Of all kinds that may be tried: an export for another kind than the preferred one has the same key.
-        usable = _usable_kinds(step, self._training, step.device_for(self._sample))
-        keys = [f"{kind.name} {kind.key()}" for kind in usable]
+        device = step.device_for(self._sample)
+        keys = [f"{kind.name} {kind.key(device)}" for kind in _usable_kinds(step, self._training, device)]
         return fingerprint(captured, self._module, step, self._training, keys)
 
     def _captured_with_counters(self, attempt: Callable[[], Capture], sample: Sequence[torch.Tensor]) -> Capture:

@@ -50,8 +50,8 @@ class Kernels(ABC):
         """Returns why they can't run on a device; "" if they can."""
         return ""
 
-    def key(self) -> str:
-        """Returns what a graph for them depends on, besides the program: settings and the processor."""
+    def key(self, device: torch.device) -> str:
+        """Returns what a graph for them on a device depends on, besides the program: settings and the processor."""
         return ""
 
     def check(self, step: ExportedStep, flat: FlatGraph) -> None:  # noqa: B027 - most need nothing

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +16,8 @@ from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from ort_trainer import ExportError, optim
-from ort_trainer.export.torch.lower.loops.compile import divide_for_loops
+from ort_trainer.engine.programs.loops import encode_kernels, inductor_works_in, load
+from ort_trainer.export.torch.lower.loops.compile import as_kernels, divide_for_loops
 
 from ....helpers import mlp_batches, mlp_trainer
 
@@ -35,6 +38,40 @@ def test_inductor_works_in_a_folder_that_only_its_owner_can_write_to(monkeypatch
         trainer.train_step(*mlp_batches(1)[0])
     (folder,) = folders
     assert not folder.parent.exists() and os.environ["TORCHINDUCTOR_CACHE_DIR"].endswith("anyone's")
+
+
+def test_source_that_launches_kernels_runs_in_another_folder(tmp_path: Path) -> None:
+    """Here with loops of C++, which Inductor writes for a CPU; for a GPU they are Triton's."""
+
+    def compute(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (x * y).tanh(), x.sum(1) * x.shape[0]
+
+    module = make_fx(compute, tracing_mode="symbolic")(torch.randn(5, 4), torch.randn(4))
+    sample = tuple(node.meta["val"] for node in module.graph.find_nodes(op="placeholder"))
+    folder = tmp_path / "inductor"
+    with torch.no_grad(), inductor_works_in(folder):
+        text = as_kernels(module, sample, folder)
+    shutil.rmtree(folder)
+    run = load(text, torch.device("cpu"))
+    for rows in (3, 7):
+        x, y = torch.randn(rows * 4 + 1)[1:].view(rows, 4), torch.randn(4)  # not at a multiple of 16 bytes
+        torch.testing.assert_close(tuple(run([x, y])), compute(x, y))
+    with pytest.raises(ValueError, match="can't be loaded: they were compiled for cpu, and are to run on cuda:1"):
+        load(text, torch.device("cuda:1"))
+
+
+def test_files_that_name_the_folder_of_kernels_name_the_new_one(tmp_path: Path) -> None:
+    group, binary = Path("triton", "__grp__kernel.json"), Path("triton", "kernel.cubin")
+    (tmp_path / "triton").mkdir()
+    (tmp_path / group).write_text(f'{{"kernel.cubin": "{tmp_path}/triton/kernel.cubin"}}')
+    (tmp_path / binary).write_bytes(str(tmp_path).encode() + bytes(range(256)))
+    source = "import os\ndef call(values): return [os.environ.get('TRITON_CACHE_DIR'), FOLDER]\n"
+    source += "FOLDER = os.environ['TRITON_CACHE_DIR']\n"
+    during_a_run, folder = load(encode_kernels(source, tmp_path, torch.device("cpu")), torch.device("cpu"))([])
+    new = Path(str(folder)).parent
+    assert during_a_run == os.environ.get("TRITON_CACHE_DIR") and new != tmp_path
+    assert json.loads((new / group).read_text()) == {"kernel.cubin": f"{new}/triton/kernel.cubin"}
+    assert (new / binary).read_bytes() == (tmp_path / binary).read_bytes()
 
 
 @pytest.mark.parametrize(

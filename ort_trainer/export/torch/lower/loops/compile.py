@@ -1,8 +1,8 @@
 """Compiles a captured graph to loops with PyTorch's Inductor, ahead of time.
 
-Inductor fuses what lies between matrix products, convolutions and attention into loops of C++, which it compiles to a
-shared library; products, convolutions and attention stay calls of PyTorch's kernels. The library needs neither Inductor
-nor a compiler to run.
+Inductor fuses what lies between matrix products, convolutions and attention into loops; products, convolutions and
+attention stay calls of PyTorch's kernels. For a CPU the loops are C++, which it compiles to a shared library that needs
+neither Inductor nor a compiler to run. For a GPU they are Triton's kernels, and Python source that launches them.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from unittest import mock
 import torch
 import torch._inductor.decomposition
 import torch._inductor.lowering
+from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
 from .....core.atomic import temporary_folder
 from .....core.errors import ExportError
 from .....engine.programs import Program
-from .....engine.programs.loops import encode
+from .....engine.programs.loops import encode, encode_kernels, inductor_works_in
 from .....engine.programs.operators import LIBRARY
 from .....engine.programs.program import GETITEM, LOOPS, Order
 from .....engine.programs.runner import deterministic_kernels
@@ -33,12 +34,12 @@ from .....engine.programs.strides import IGNORING_STRIDES
 from ...fx.values import Node, arguments_of, call, is_integer, is_view, needed_for, tensors_of
 from ...graph.divide import part_of
 
-__all__ = ["LoopsEncoder", "divide_for_loops"]
+__all__ = ["LoopsEncoder", "as_kernels", "divide_for_loops"]
 
 aten = torch.ops.aten
 ort_ops = torch.ops.ort_trainer
 
-_OPTIONS: dict[str, Any] = {
+_FOR_CPU: dict[str, Any] = {
     "compile_threads": 1,  # this may be a forked process, and it compiles two files
     # As many threads as PyTorch uses when the loops run. Compiled for one, loops would lack what makes several safe.
     "cpp.dynamic_threads": True,
@@ -48,6 +49,11 @@ _OPTIONS: dict[str, Any] = {
     "realize_opcount_threshold": 8,
     # Convolutions stay in the memory order that the model gave them. Inductor would move all of them to channels-last,
     # with copies around: a ResNet-18 then takes 1.29 times as long.
+    "layout_optimization": False,
+}
+_FOR_GPU: dict[str, Any] = {
+    "fallback_random": True,  # operators that draw random numbers stay PyTorch's, and so do their masks
+    "fx_graph_cache": False,  # the cache of exports keeps the result
     "layout_optimization": False,
 }
 # PyTorch's kernels for these are faster than the loops that Inductor writes; the sum of an embedding's gradients would
@@ -249,40 +255,52 @@ def _in_memory_of_its_own(node: Node, order: Order) -> Node:
 def _laid_out(value: torch.Tensor, order: Order) -> torch.Tensor:
     """Returns a fake tensor as the program gets it: contiguous, unless it has an order in memory of its own."""
     with value.fake_mode:  # type: ignore[attr-defined]
-        return value if order is not None else torch.empty(value.shape, dtype=value.dtype)
+        return value if order is not None else torch.empty(value.shape, dtype=value.dtype, device=value.device)
 
 
 def _compiled(module: torch.fx.GraphModule) -> str:
-    """Returns a graph as machine code, in the form of ``engine.programs.loops``."""
-    _require_compiler()
+    """Returns a graph as loops, in the form of ``engine.programs.loops``."""
     sample = tuple(node.meta["val"] for node in module.graph.find_nodes(op="placeholder"))
+    on_cpu = all(value.device.type == "cpu" for value in sample)
+    if on_cpu:
+        _require_compiler()
     with temporary_folder() as folder:
-        library = folder / "loops.so"
-        options = {**_OPTIONS, "aot_inductor.output_path": str(library)}
         try:
-            with torch.no_grad(), _whole(_WHOLE), deterministic_kernels(), _works_in(folder / "own"):
-                torch._inductor.aot_compile(module, sample, options=options)
+            with torch.no_grad(), _whole(_WHOLE), deterministic_kernels(), inductor_works_in(folder / "own"):
+                return _as_library(module, sample, folder) if on_cpu else as_kernels(module, sample, folder / "own")
         except Exception as error:
             raise ExportError(
                 f"Inductor can't compile the graph; set utils.kernels to 'auto': {' '.join(str(error).split())[:500]}"
             ) from error
-        operators = [path.read_text(encoding="utf-8") for path in folder.glob("*.wrapper.json")]
-        return encode(library.read_bytes(), operators[0] if operators else "")
 
 
-@contextlib.contextmanager
-def _works_in(folder: Path) -> Iterator[None]:
-    """Lets Inductor build and load its own files in a folder that only this user can write to.
+def _as_library(module: torch.fx.GraphModule, sample: tuple[torch.Tensor, ...], folder: Path) -> str:
+    """Returns a graph as machine code for the CPU."""
+    library = folder / "loops.so"
+    torch._inductor.aot_compile(module, sample, options={**_FOR_CPU, "aot_inductor.output_path": str(library)})
+    operators = [path.read_text(encoding="utf-8") for path in folder.glob("*.wrapper.json")]
+    return encode(library.read_bytes(), operators[0] if operators else "")
 
-    Its default is a folder in the system's temporary folder with the user's name, which anybody may have created.
+
+def as_kernels(module: torch.fx.GraphModule, sample: tuple[torch.Tensor, ...], folder: Path) -> str:
+    """Returns a graph as source that launches kernels, in the form of ``engine.programs.loops``.
+
+    Args:
+        module: The graph.
+        sample: Fake tensors as it gets them.
+        folder: Where Inductor works.
     """
-    clear_caches = torch._inductor.utils.clear_caches  # of paths in the folder that it used before
-    with mock.patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=str(folder), TRITON_CACHE_DIR=str(folder)):
-        clear_caches()
-        try:
-            yield
-        finally:
-            clear_caches()
+    sources: list[str] = []
+
+    def compile_inner(*args: Any, **options: Any) -> Any:
+        result: Any = compile_fx_inner(*args, **options)
+        sources.append(result.source_code)
+        return result
+
+    compile_fx(module, sample, inner_compile=compile_inner, config_patches=_FOR_GPU)
+    (source,) = sources
+    device = next((value.device for value in sample if value.device.type != "cpu"), sample[0].device)
+    return encode_kernels(source, folder, device)
 
 
 @contextlib.contextmanager

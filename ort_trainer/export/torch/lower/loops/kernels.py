@@ -23,7 +23,7 @@ __all__ = ["LoopKernels"]
 
 
 class LoopKernels(ProgramKernels):
-    """PyTorch's kernels, and loops that are compiled ahead of time."""
+    """PyTorch's kernels, and loops that are compiled ahead of time, on CPUs and CUDA."""
 
     name = "compiled"
     title = "PyTorch's kernels and compiled loops"
@@ -33,11 +33,16 @@ class LoopKernels(ProgramKernels):
 
     def objection(self, device: torch.device) -> str:
         """Returns why they can't run on a device; see the base class."""
-        return "" if device.type == "cpu" else f"compiled loops run on the CPU, and training runs on {device}"
+        return (
+            ""
+            if device.type in ("cpu", "cuda")
+            else f"compiled loops run on CPUs and CUDA, and training runs on {device}"
+        )
 
-    def key(self) -> str:
-        """Returns the processor too, whose own instructions the loops use."""
-        return f"{super().key()} {_processor()}"
+    def key(self, device: torch.device) -> str:
+        """Returns the processor too, whose own instructions the loops use, and the device, which they name."""
+        where = f"{device} {torch.cuda.get_device_name(device)}" if device.type == "cuda" else _processor()
+        return f"{super().key(device)} {where}"
 
     def check(self, step: ExportedStep, flat: FlatGraph) -> None:
         """Checks that nothing asks for values to be computed again; see the base class."""

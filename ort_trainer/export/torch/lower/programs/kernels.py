@@ -30,7 +30,7 @@ class ProgramKernels(Kernels):
     reads_shapes = True
     _compiled = False
 
-    def key(self) -> str:
+    def key(self, device: torch.device) -> str:
         """Returns on which dtypes PyTorch's products are slow, and are widened."""
         return f"slow {slow_halves()}"
 
