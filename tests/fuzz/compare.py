@@ -29,6 +29,7 @@ _FLOOR_OF_DOUBLES = 1e-5
 _FLOOR_OF_LOADED_NADAM = 1e-6
 # If PyTorch's losses differ from each other by more, the comparison would be meaningless.
 _CHAOTIC = {"float32": 1e-3, "float64": 1e-6, "bfloat16": 0.3, "autocast": 0.1, "autocast16": 2e-2}
+_EXPLODED = 1e6
 _ROUNDED = {"autocast": torch.bfloat16, "autocast16": torch.float16}
 # Runs of PyTorch whose weights differ by one rounding; more of them before something is called wrong.
 _RUNS, _MORE_RUNS = 2, 8
@@ -128,8 +129,9 @@ class _Reference:
 
     @property
     def is_chaotic(self) -> bool:
-        """Whether one rounding changes a loss by much."""
-        return any(
+        """Whether one rounding changes a loss by much, or losses explode: gates saturate, and round to 0 or not."""
+        losses = [value.abs().item() for name, value in self.results.items() if name.startswith("loss")]
+        return max(losses) > _EXPLODED * max(1.0, losses[0]) or any(
             own > _CHAOTIC[self._dtype] * max(1e-2, self.results[name].abs().item())
             for name, own in self.own.items()
             if name.startswith("loss")
