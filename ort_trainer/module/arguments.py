@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -207,7 +208,7 @@ def links(outputs: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> li
         for source, of_values, value in group if output.numel() else ():
             if not _overlap(value, output):
                 continue
-            whole = value.is_contiguous() and output.is_contiguous() and value.numel() == output.numel()
+            whole = _is_in_order(value) and _is_in_order(output) and value.numel() == output.numel()
             if value is not output and (not whole or value.dtype != output.dtype):
                 raise ExportError(
                     "forward() returns a tensor that is a part of another one that it returns or was given, or of a "
@@ -218,6 +219,12 @@ def links(outputs: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> li
         else:
             group.append((place, False, output))
     return shared
+
+
+def _is_in_order(value: torch.Tensor) -> bool:
+    """Returns whether a tensor is contiguous, and would be if axes of size 1 had another size: ``x.t()`` would not."""
+    strides = itertools.accumulate(reversed(value.shape[1:]), lambda stride, size: stride * max(size, 1), initial=1)
+    return value.stride() == tuple(strides)[::-1][: value.dim()]
 
 
 def _memory(value: torch.Tensor) -> int:

@@ -63,6 +63,26 @@ def test_results_that_share_memory(function: Any, graphs: int) -> None:
     check(lambda linear, x: function(linear(x)), change_first, graphs)
 
 
+@pytest.mark.parametrize(
+    ("view", "graphs"),
+    [(lambda y: y.t(), 0), (lambda y: y.unsqueeze(1), 1), (lambda y: y.view(-1, 2, 2), 1)],
+    ids=["transposed", "one more axis", "other axes"],
+)
+def test_results_of_one_row_that_share_memory(view: Any, graphs: int) -> None:
+    """In memory, a row looks like a column; more rows don't."""
+
+    def use(module: nn.Module) -> Any:
+        results = [module(LONG[: rows * 4].view(rows, 4) / 48) for rows in (1, 3)]
+        results[1][1].exp().sum().backward()
+        return [value.detach() for result in results for value in result]
+
+    def of(linear: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = linear(x)
+        return y, view(y)
+
+    check(of, use, graphs)
+
+
 def test_parts_of_one_memory_that_do_not_overlap() -> None:
     check(lambda linear, x: linear(x).chunk(2, 1), lambda module: module(X)[1].sum().backward(), 1)
 
