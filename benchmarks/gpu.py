@@ -12,7 +12,6 @@ in a further process. ``make gpu`` runs this after the tests.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import math
 import multiprocessing
@@ -96,17 +95,22 @@ def _milliseconds(step: Callable[[], Any], count: int) -> float:
     return float(start.elapsed_time(end)) / count
 
 
-def _measure_row(parent: Connection, row: str, precision: str, contenders: list[str]) -> None:
+def _measure_row(parent: Connection, row: str, precision: str, contenders: list[str], seconds: float) -> None:
     """Sets up the contenders of a row, and measures them in turns when the parent says so.
 
-    Sends seconds until each one's first step ended, and why others failed; later milliseconds for a step.
+    Sends seconds until each one's first step ended, and why others failed, or had no time to begin in; later
+    milliseconds for a step.
     """
     import torch
 
     steps: dict[str, Any] = {}
     first: dict[str, Any] = {}
+    end = time.perf_counter() + seconds
     for contender in contenders:
         begin = time.perf_counter()
+        if begin > end:
+            first[contender] = "no time"
+            continue
         try:
             step = _step(contender, _task(row), precision)
             for _ in range(8):  # until graphs are captured
@@ -162,9 +166,11 @@ class _Child:
     def answer(self, until: float) -> dict[str, Any]:
         """Returns what the function sends next; ends it, and says why under the key "error", if there is nothing."""
         found: dict[str, Any] = {"error": "not done in time"}
-        with contextlib.suppress(EOFError):  # the process has ended
+        try:
             if self.connection.poll(max(until - time.monotonic(), 0.01)):
                 found = self.connection.recv()
+        except EOFError:
+            found = {"error": "the process crashed"}
         if "error" in found:
             self._process.kill()
         return found
@@ -178,7 +184,7 @@ def measure(
 
     begin, results = time.monotonic(), {}
     keys = [(row, precision) for precision in precisions for row in rows]
-    children = {key: _Child(_measure_row, *key, contenders) for key in keys}
+    children = {key: _Child(_measure_row, *key, contenders, seconds * 0.55) for key in keys}
     peaks = {
         key: {name: _Child(_measure_memory, *key, name) for name in contenders[:3]} for key in keys if key[0] in memory
     }

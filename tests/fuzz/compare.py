@@ -234,6 +234,9 @@ def _trained(train: Callable[[], dict[str, Any]], reference: _Reference, floor: 
         if reference.is_chaotic:
             return Outcome("equal", "chaotic")
         differences = reference.differences(ours, floor)
+    left_out = [message for message in messages if "the state dict is without" in message]
+    if differences and left_out:
+        return Outcome("refused", left_out[0][:300])
     if differences:
         return Outcome("wrong", "; ".join(differences)[:600])
     in_pytorch_ = [message for message in messages if "PyTorch runs" in message or "lets PyTorch run" in message]

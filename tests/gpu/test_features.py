@@ -175,6 +175,14 @@ def test_what_reads_values_back_runs_without_a_graph() -> None:
             strict.train_step(*steps[0])
 
 
+def test_sizes_that_depend_on_values() -> None:
+    def loss(logits: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+        return logits[label > 0].pow(2).mean() + F.cross_entropy(logits, label)
+
+    trainer = same(model(), batches(8), loss_fn=loss)
+    assert captured(trainer) == 0
+
+
 def test_a_model_and_batches_on_the_cpu_move_to_the_gpu() -> None:
     module = model().cpu()
     trainer = trainer_of(module)

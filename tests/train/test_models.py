@@ -12,7 +12,7 @@ import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import nn
 
-from ort_trainer import ExportError, ORTTrainer, ORTTrainerOptions, optim
+from ort_trainer import ExportError, ORTModule, ORTTrainer, ORTTrainerOptions, optim
 
 from ..helpers import MLP, MLP_DESC, TORCH, assert_close, assert_same_training, mlp_batches
 
@@ -576,17 +576,55 @@ def test_what_is_easily_wrong_without_an_error(function: Any) -> None:
         lambda logits, label: (
             (F.cross_entropy(logits, label, reduction="none") * (label > 0)).sum() / label.nonzero().shape[0]
         ),
+        lambda logits, label: (logits[logits.detach() > 0] ** 2).mean(),
+        lambda logits, label: torch.masked_select(logits, (label > 0)[:, None]).exp().mean(),
+        lambda logits, label: _positive(_positive(logits)).pow(2).sum(),
+        lambda logits, label: logits.pow(2).sum() / torch.unique(label).shape[0],
+        lambda logits, label: F.pad(_positive(logits), (0, 0, 0, 2 * len(logits) - len(_positive(logits)))).exp().sum(),
     ],
-    ids=["selected rows", "their number"],
+    ids=["selected rows", "their number", "elements", "masked_select", "rows of rows", "unique", "a difference"],
 )
-def test_losses_over_rows_that_values_select(loss: Any) -> None:
+@pytest.mark.parametrize("kernels", ["pytorch", "onnxruntime"])
+def test_losses_over_rows_that_values_select(loss: Any, kernels: str) -> None:
     model = MLP()
-    trainer = ORTTrainer(model, "auto", CONFIG, loss_fn=loss)
+    trainer = ORTTrainer(model, "auto", CONFIG, loss_fn=loss, options={"utils": {"kernels": kernels}})
     for x, label in [*mlp_batches(2), *mlp_batches(1, 7)]:
         expected = loss(model(x), label).detach()
         assert_close(trainer.eval_step(x, label)[0], expected, 1e-5, "evaluated")
         assert_close(trainer.train_step(x, label)[0], expected, 1e-5, "trained")
     assert len(trainer.session.graphs(True)) == 1
+
+
+def _positive(rows: torch.Tensor) -> torch.Tensor:
+    return rows[rows[:, 0] > 0]
+
+
+class SelectedRows(nn.Module):
+    """Its outputs have sizes that depend on values; two are views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        rows = _positive(self.layer(x))
+        return rows.pow(2).sum(), rows.reshape(-1, 2, 2).clone(), rows.t().clone()
+
+
+def test_outputs_whose_sizes_depend_on_values() -> None:
+    model = SelectedRows()
+    called, reference = ORTModule(copy.deepcopy(model)), copy.deepcopy(model)
+    trainer = ORTTrainer(model, "auto", optim.SGDConfig(lr=1e-9), options={"utils": {"kernels": "pytorch"}})
+    for x, _ in [*mlp_batches(2), *mlp_batches(1, 7)]:
+        expected = reference(x)
+        for found in (trainer.train_step(x), called(x)):
+            for mine, theirs in zip(found, expected, strict=True):
+                assert mine.shape == theirs.shape
+                assert_close(mine.detach(), theirs.detach(), 1e-5, "output")
+        for outputs in (called(x), reference(x)):
+            (outputs[0] + outputs[1].sum() * 2 + outputs[2].exp().mean()).backward()
+    assert_close(called.layer.weight.grad, reference.layer.weight.grad, 1e-5, "gradient")
+    assert [spec.shape for spec in trainer.session.graphs(True)[0].outputs] == [(), None, None]
 
 
 def with_saved_tensors_doubled(hidden: torch.Tensor) -> torch.Tensor:

@@ -49,8 +49,9 @@ def encode_kernels(source: str, folder: Path, device: torch.device) -> str:
         folder: Where Inductor worked.
         device: The device that the source names.
     """
-    paths = [path for path in folder.rglob("*") if path.is_file()]
-    files = {str(path.relative_to(folder)): _packed(_moved(path, str(folder).encode(), _FOLDER)) for path in paths}
+    files, here = {}, str(folder).encode()
+    for path in filter(Path.is_file, folder.rglob("*")):
+        files[str(path.relative_to(folder))] = _packed(_moved(path, path.read_bytes(), here, _FOLDER))
     return json.dumps({"source": source, "files": files, "device": str(device)})
 
 
@@ -89,21 +90,22 @@ def _of_kernels(source: str, files: Mapping[str, str], device: str, here: torch.
         raise ValueError(f"they were compiled for {device}, and are to run on {here}")
     from torch._inductor.codecache import PyCodeCache
 
-    folder = Path(_folder_of_process().name)
+    # Files are read as long as kernels run for the first time. Each function has its own: to overwrite a library that
+    # is in use would end the process.
+    own = tempfile.TemporaryDirectory(prefix="ort_trainer")
+    folder = Path(own.name)
     for name, data in files.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(_unpacked(data))
-        path.write_bytes(_moved(path, _FOLDER, str(folder).encode()))
+        path.write_bytes(_moved(path, _unpacked(data), _FOLDER, str(folder).encode()))
     with inductor_works_in(folder):
         run: Any = PyCodeCache.load(source).call
-    return lambda values: run([value.clone() if value.data_ptr() % _ALIGNMENT else value for value in values])
 
+    def run_aligned(values: list[torch.Tensor], keep: object = own) -> list[torch.Tensor]:
+        result: list[torch.Tensor] = run([v.clone() if v.data_ptr() % _ALIGNMENT else v for v in values])
+        return result
 
-@functools.cache
-def _folder_of_process() -> tempfile.TemporaryDirectory[str]:
-    """Returns the folder where kernels lie while the process runs: they are read when they first run."""
-    return tempfile.TemporaryDirectory(prefix="ort_trainer")
+    return run_aligned
 
 
 @contextlib.contextmanager
@@ -122,9 +124,8 @@ def inductor_works_in(folder: Path) -> Iterator[None]:
             clear_caches()
 
 
-def _moved(path: Path, before: bytes, after: bytes) -> bytes:
-    """Returns what a file holds, where a JSON file names another folder."""
-    data = path.read_bytes()
+def _moved(path: Path, data: bytes, before: bytes, after: bytes) -> bytes:
+    """Returns what a file holds, if it lies in another folder."""
     return data.replace(before, after) if path.suffix == ".json" else data
 
 

@@ -209,7 +209,7 @@ def _select_backward(grad: torch.Tensor, input_sizes: Sequence[Any], dim: int, i
     return padded
 
 
-@composite(aten.masked_select.default, for_onnx=True)
+@composite(aten.masked_select.default)
 def _masked_select(input: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """Indexes with the mask."""
     input, mask = torch.broadcast_tensors(input, mask)  # type: ignore[no-untyped-call]

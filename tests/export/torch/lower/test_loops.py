@@ -17,6 +17,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from ort_trainer import ExportError, optim
 from ort_trainer.engine.programs.loops import encode_kernels, inductor_works_in, load
+from ort_trainer.export.torch.fx.values import is_view
 from ort_trainer.export.torch.lower.loops.compile import as_kernels, divide_for_loops
 
 from ....helpers import mlp_batches, mlp_trainer
@@ -67,11 +68,15 @@ def test_files_that_name_the_folder_of_kernels_name_the_new_one(tmp_path: Path) 
     (tmp_path / binary).write_bytes(str(tmp_path).encode() + bytes(range(256)))
     source = "import os\ndef call(values): return [os.environ.get('TRITON_CACHE_DIR'), FOLDER]\n"
     source += "FOLDER = os.environ['TRITON_CACHE_DIR']\n"
-    during_a_run, folder = load(encode_kernels(source, tmp_path, torch.device("cpu")), torch.device("cpu"))([])
+    run = load(encode_kernels(source, tmp_path, torch.device("cpu")), torch.device("cpu"))
+    during_a_run, folder = run([])
     new = Path(str(folder)).parent
     assert during_a_run == os.environ.get("TRITON_CACHE_DIR") and new != tmp_path
     assert json.loads((new / group).read_text()) == {"kernel.cubin": f"{new}/triton/kernel.cubin"}
     assert (new / binary).read_bytes() == (tmp_path / binary).read_bytes()
+    # A library that is in use must not be overwritten, although other kernels have the same.
+    other = load(encode_kernels(f"{source}\n", tmp_path, torch.device("cpu")), torch.device("cpu"))
+    assert Path(str(other([])[1])).parent != new
 
 
 @pytest.mark.parametrize(
@@ -117,3 +122,18 @@ def test_rows_that_the_model_looks_up_come_before_the_loops() -> None:
         ["sin", "cos", "add_1"],
     ]
     assert [of_loops for _, of_loops in divided] == [False, True]
+
+
+def test_all_results_of_an_operator_stay_with_it() -> None:
+    def compute(table: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        values, order = torch.arange(len(x)).sort(descending=True)
+        return F.embedding(order, table).cos() * values[:, None]
+
+    graph = make_fx(compute, tracing_mode="fake")(torch.randn(5, 4), torch.randn(4, 4)).graph
+    nodes = [node for node in graph.nodes if node.op == "call_function" and not is_view(node)]
+    divided = divide_for_loops(nodes, (), ())
+    together = ["arange", "sort", "getitem", "getitem_1", "embedding"]
+    assert [[node.name for node in group] for group, _ in divided] == [together, ["cos", "mul"]]
+    (sort,) = graph.find_nodes(op="call_function", target=torch.ops.aten.sort.default)
+    ended = divide_for_loops(nodes, (), (), last={sort})
+    assert [[node.name for node in group] for group, _ in ended] == [together[:4], together[4:], ["cos", "mul"]]

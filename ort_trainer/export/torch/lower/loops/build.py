@@ -18,9 +18,11 @@ class LoopBuilder(ProgramBuilder):
     def __init__(self, graph: NamedGraph) -> None:
         super().__init__(graph)
         fetched = [node for place, (node, _) in enumerate(graph.results) if place not in graph.unfetched]
-        needed = needed_for(fetched)
+        needed = needed_for(fetched, sizes=True)
         nodes = [node for program in self._programs for node in program]
-        divided = divide_for_loops(nodes, {node for node in nodes if node not in needed}, graph.checked)
+        divided = divide_for_loops(
+            nodes, {node for node in nodes if node not in needed}, graph.checked, self._sizes.creators
+        )
         self._programs = [program for program, _ in divided]
         self._loops = {node for program, compiled in divided if compiled for node in program}
 

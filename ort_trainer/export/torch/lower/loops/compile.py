@@ -22,6 +22,8 @@ import torch
 import torch._inductor.decomposition
 import torch._inductor.lowering
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.utils import _pytree as pytree
 
 from .....core.atomic import temporary_folder
 from .....core.errors import ExportError
@@ -79,6 +81,7 @@ _AT_PLACES = (
     aten.scatter.value,
     aten.scatter_add.default,
 )
+_WITH_SIZES = (torch.Tensor, torch.SymInt, torch.SymFloat, tuple, list)
 # Names of arguments that say which elements an operator reads or writes.
 _PLACES = ("index", "indices", "target")
 # The values of their results are values of their first argument.
@@ -118,7 +121,7 @@ def _require_compiler() -> None:
 
 
 def divide_for_loops(
-    nodes: Sequence[Node], apart: Collection[Node], checked: Collection[Node]
+    nodes: Sequence[Node], apart: Collection[Node], checked: Collection[Node], last: Collection[Node] = ()
 ) -> list[tuple[list[Node], bool]]:
     """Divides operators, in order, into programs; returns with each whether it is compiled. Masks come first.
 
@@ -126,17 +129,32 @@ def divide_for_loops(
         nodes: The operators.
         apart: Those that are rarely needed; they come last, and are not worth compiling.
         checked: The inputs whose values are checked to be in range where they are indices.
+        last: Operators after which a program ends.
     """
     compiled = {node: _can_be_compiled(node, checked) for node in nodes}
     # Look-ups by integers that the model computes can't be compiled; ahead of all loops, they don't divide them.
     lookups = [node for node in nodes if not compiled[node] and _indices(node) and _of_integers(node)]
-    ahead = needed_for(lookups) | {node for node in nodes if _draws_masks(node)}
+    ahead = needed_for(lookups, sizes=True) | {node for node in nodes if _draws_masks(node)}
+    ahead |= {node for node in nodes if node.target is operator.getitem and node.all_input_nodes[0] in ahead}
     first = [node for node in nodes if node in ahead]
     others = [node for node in nodes if node not in ahead]
     later = [node for node in others if node in apart]
     main = itertools.groupby((node for node in others if node not in apart), compiled.__getitem__)
     divided = [(first, False), *((list(group), of_loops) for of_loops, group in main), (later, False)]
-    return [(group, of_loops) for group, of_loops in divided if group]
+    return [(part, of_loops) for group, of_loops in divided for part in _split_after(last, group)]
+
+
+def _split_after(last: Collection[Node], nodes: Sequence[Node]) -> list[list[Node]]:
+    """Divides operators after some of them; each result of several stays with its operator."""
+    parts: list[list[Node]] = []
+    ended = True
+    for node in nodes:
+        is_part = node.target is operator.getitem
+        if ended and not (is_part and parts):
+            parts.append([])
+        parts[-1].append(node)
+        ended = (node.all_input_nodes[0] if is_part else node) in last
+    return parts
 
 
 def _draws_masks(node: Node) -> bool:
@@ -150,11 +168,20 @@ def _can_be_compiled(node: Node, checked: Collection[Node]) -> bool:
         return _can_be_compiled(node.all_input_nodes[0], checked)
     if node.target in _OF_KNOWN_SIZES or (node.target in _AT_PLACES and node.all_input_nodes[0].op != "placeholder"):
         return False
+    if _has_sizes_of_values(node):
+        return False
     # A loop that finds an index out of range ends the process: threads can't raise errors.
     if node.target not in _WHOLE and not all(_values_of(index) in checked for index in _indices(node)):
         return False
     assert isinstance(node.target, torch._ops.OpOverload)
     return node.target.namespace != LIBRARY and "mkldnn_rnn" not in str(node.target)
+
+
+def _has_sizes_of_values(node: Node) -> bool:
+    """Returns whether an operator takes or returns a size that depends on values."""
+    arguments = pytree.tree_leaves((node.args, node.kwargs))
+    found = [node.meta["val"], *(part.meta.get("val") if isinstance(part, Node) else part for part in arguments)]
+    return any(free_unbacked_symbols(value) for value in found if isinstance(value, _WITH_SIZES))
 
 
 def _indices(node: Node) -> list[Node]:

@@ -16,6 +16,7 @@ from ...fx.values import Node, base_of, memory_order
 from ...graph.named_graph import NamedGraph
 from .encode import Encoder
 from .partition import partition
+from .sizes_of_values import SizesOfValues
 
 __all__ = ["ProgramBuilder", "WritesProgram"]
 
@@ -50,8 +51,10 @@ class ProgramBuilder:
 
     def __init__(self, graph: NamedGraph) -> None:
         self._named, self._graph = graph, graph.module.graph
+        self._sizes = SizesOfValues(graph)
         apart = [node for node, _ in graph.results] if graph.separable else ()
-        self._programs: list[list[Node]] = partition(self._graph, apart)  # the operators of each, in order
+        # The operators of each, in order.
+        self._programs: list[list[Node]] = partition(self._graph, apart, self._sizes.creators)
         self._names = Names([name for _, name in (*graph.inputs, *graph.results)])
         self._values: dict[Node, str] = {}
         self._orders: dict[Node, Order] = {
@@ -83,20 +86,22 @@ class ProgramBuilder:
         produced = {node for program in self._programs for node in program}
         results: dict[Node, str] = {}
         for node, name in self._named.results:
-            if node not in results and base_of(node) in produced:
+            if node not in results and base_of(node) in produced and not self._sizes.read_by(node):
                 results[node] = name
         return results
 
     def _coming_out(self, results: Mapping[Node, str]) -> list[list[Node]]:
         """Returns what each program returns to later ones or to the caller, which may be views of what it computes."""
         # A result with a second name (the gradient of two biases that are added) is copied after all programs.
-        later = {base_of(node) for node, name in self._named.results if results.get(node) != name}
+        copied = [node for node, name in self._named.results if results.get(node) != name]
+        later = {*map(base_of, copied), *self._sizes.sources(copied)}
         outputs: list[list[Node]] = []
         for program in reversed(self._programs):
             within = set(program)
             outputs.append([node for node in program if node in later or node in results])
             outputs[-1] += [node for node in results if node not in within and base_of(node) in within]
             later |= {base_of(operand) for node in program for operand in node.all_input_nodes}
+            later |= self._sizes.sources(program)
         return outputs[::-1]
 
     def _add(self, nodes: Sequence[Node], results: Sequence[Node], names: Mapping[Node, str]) -> None:
@@ -118,7 +123,7 @@ class ProgramBuilder:
 
     def _encoder(self, nodes: Sequence[Node]) -> WritesProgram:
         """Returns what writes the program of some operators."""
-        return Encoder(self._named.symbols, self._named.sizes, self._orders)
+        return Encoder(self._sizes.symbols, self._sizes.places, self._orders)
 
 
 def _constant(tensor: torch.Tensor) -> Constant:

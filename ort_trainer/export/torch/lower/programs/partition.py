@@ -32,12 +32,13 @@ _FLOPS, _BYTES = 100e9, 10e9
 _OPERATOR = 2e-6
 
 
-def partition(graph: torch.fx.Graph, apart: Collection[Node] = ()) -> list[list[Node]]:
+def partition(graph: torch.fx.Graph, apart: Collection[Node] = (), last: Collection[Node] = ()) -> list[list[Node]]:
     """Returns the operators of each program, in the order of the graph.
 
     Args:
         graph: The graph.
         apart: Results that a run may leave out: all operators of a program are needed for the same ones of them.
+        last: Operators after which a program ends.
 
     Raises:
         ExportError: If a program can't run an operator of the graph.
@@ -67,8 +68,7 @@ def partition(graph: torch.fx.Graph, apart: Collection[Node] = ()) -> list[list[
             work = 0.0
         programs[-1].append(node)
         places[node] = programs[-1]
-        # A program reads sizes from what it is given, such as this one's.
-        work += _ENOUGH if node.target is aten.nonzero.default else _seconds(node)
+        work += _ENOUGH if node in last else _seconds(node)
     return [program for program in programs if program]
 
 
