@@ -1,8 +1,7 @@
 """Training steps on a GPU: this package, also with compiled loops, eager PyTorch, and torch.compile in two modes.
 
-All have fused AdamW. Each row has a process of its own, in which the contenders take turns; CUDA events measure blocks
-of steps. The processes set up at the same time, and measure one after another. The memory of each contender is measured
-in a further process. ``make gpu`` runs this after the tests.
+All have fused AdamW, and a process each. The processes of three rows set up at the same time; then the contenders of a
+row take turns, while CUDA events measure blocks of steps. ``make gpu`` runs this after the tests.
 
     python benchmarks/gpu.py --out results.json                  # every row that fits into --seconds
     python benchmarks/gpu.py --rows small-gpt2,bert-base --precisions bf16
@@ -30,6 +29,7 @@ CONTENDERS = ("ort_trainer", "compiled", "eager", "compile", "reduce-overhead")
 # Row -> how many times the batch of the model in step_models.py.
 ROWS = {"small-gpt2": 4, "bert-base": 4, "mlp": 1, "gpt2-base": 8, "resnet50": 8, "dlrm": 4, "llama-300m": 4}
 _ROUNDS, _SECONDS_OF_BLOCK = 7, 0.15
+_ROWS_AT_ONCE = 3
 
 
 def _task(row: str) -> Any:
@@ -82,6 +82,25 @@ def _step(contender: str, task: Any, precision: str) -> Callable[[], Any]:
     return step
 
 
+def _contend(parent: Connection, row: str, precision: str, contender: str) -> None:
+    """Sets up a contender, sends what that took, and measures a block of steps whenever the parent sends a number."""
+    import torch
+
+    try:
+        begin = time.perf_counter()
+        step = _step(contender, _task(row), precision)
+        for count in range(8):  # until graphs are captured
+            step()
+            torch.cuda.synchronize()
+            if not count:
+                first = time.perf_counter() - begin
+        parent.send({"first s": first, "MB": torch.cuda.max_memory_reserved() / 1e6, "ms": _milliseconds(step, 3)})
+        while count := parent.recv():
+            parent.send({"ms": _milliseconds(step, count)})
+    except Exception as error:
+        parent.send({"error": f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]})
+
+
 def _milliseconds(step: Callable[[], Any], count: int) -> float:
     import torch
 
@@ -95,76 +114,18 @@ def _milliseconds(step: Callable[[], Any], count: int) -> float:
     return float(start.elapsed_time(end)) / count
 
 
-def _measure_row(parent: Connection, row: str, precision: str, contenders: list[str], seconds: float) -> None:
-    """Sets up the contenders of a row, and measures them in turns when the parent says so.
+class _Contender:
+    """A contender of a row, in a process of its own."""
 
-    Sends seconds until each one's first step ended, and why others failed, or had no time to begin in; later
-    milliseconds for a step.
-    """
-    import torch
-
-    steps: dict[str, Any] = {}
-    first: dict[str, Any] = {}
-    end = time.perf_counter() + seconds
-    for contender in contenders:
-        begin = time.perf_counter()
-        if begin > end:
-            first[contender] = "no time"
-            continue
-        try:
-            step = _step(contender, _task(row), precision)
-            for _ in range(8):  # until graphs are captured
-                step()
-                torch.cuda.synchronize()
-                first.setdefault(contender, time.perf_counter() - begin)
-            steps[contender] = step
-        except Exception as error:
-            first[contender] = _shown(error)
-    parent.send({"first s": first})
-    parent.recv()
-    count = max(3, math.ceil(_SECONDS_OF_BLOCK * 1e3 / _milliseconds(steps["eager"], 3)))
-    times: dict[str, list[float]] = {contender: [] for contender in steps}
-    for _ in range(_ROUNDS):
-        for contender, step in steps.items():
-            times[contender].append(_milliseconds(step, count))
-    parent.send({"ms": {name: statistics.median(values) for name, values in times.items()}})
-
-
-def _measure_memory(parent: Connection, row: str, precision: str, contender: str) -> None:
-    """Sends the most memory, in MB, that a contender's process had reserved, and that its tensors took."""
-    import torch
-
-    step = _step(contender, _task(row), precision)
-    for _ in range(8):
-        step()
-    torch.cuda.synchronize()
-    peaks = torch.cuda.max_memory_reserved(), torch.cuda.max_memory_allocated()
-    parent.send({"reserved": peaks[0] / 1e6, "tensors": peaks[1] / 1e6})
-
-
-def _shown(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
-
-
-def _run(parent: Connection, function: Callable[..., None], *arguments: Any) -> None:
-    try:
-        function(parent, *arguments)
-    except Exception as error:
-        parent.send({"error": _shown(error)})
-
-
-class _Child:
-    """Another process that runs a function, with a connection to this one as its first argument."""
-
-    def __init__(self, function: Callable[..., None], *arguments: Any) -> None:
+    def __init__(self, *arguments: str) -> None:
         context = multiprocessing.get_context("spawn")
         self.connection, there = context.Pipe()
-        self._process = context.Process(target=_run, args=(there, function, *arguments), daemon=True)
-        self._process.start()
+        self.process = context.Process(target=_contend, args=(there, *arguments), daemon=True)
+        self.process.start()
         there.close()
 
     def answer(self, until: float) -> dict[str, Any]:
-        """Returns what the function sends next; ends it, and says why under the key "error", if there is nothing."""
+        """Returns what the process sends next; ends it, and says why under the key "error", if there is nothing."""
         found: dict[str, Any] = {"error": "not done in time"}
         try:
             if self.connection.poll(max(until - time.monotonic(), 0.01)):
@@ -172,33 +133,46 @@ class _Child:
         except EOFError:
             found = {"error": "the process crashed"}
         if "error" in found:
-            self._process.kill()
+            self.process.kill()
         return found
 
+    def milliseconds(self, count: int, until: float) -> float:
+        """Returns the time of a step in a block of them; not a number if there is none."""
+        self.connection.send(count)
+        return float(self.answer(until).get("ms", math.nan))
 
-def measure(
-    rows: list[str], precisions: list[str], contenders: list[str], memory: list[str], seconds: float
-) -> dict[str, Any]:
-    """Sets up all rows at the same time, in at most three quarters of the time, and measures one after another."""
+
+def _measure_wave(
+    rows: list[str], precision: str, contenders: list[str], end: float, results: dict[str, dict[str, Any]]
+) -> None:
+    """Sets up all contenders of some rows at the same time, and measures row after row, in turns."""
+    ready = time.monotonic() + (end - time.monotonic()) * 0.8
+    children = {(row, name): _Contender(row, precision, name) for row in rows for name in contenders}
+    found = {key: child.answer(ready) for key, child in children.items()}
+    for row in rows:
+        those = {name: children[row, name] for name in contenders if "ms" in found[row, name]}
+        slowest = max((found[row, name]["ms"] for name in those), default=1.0)
+        count = max(3, math.ceil(_SECONDS_OF_BLOCK * 1e3 / slowest))
+        rounds = [{name: child.milliseconds(count, end) for name, child in those.items()} for _ in range(_ROUNDS)]
+        results[f"{row} {precision}"] = {
+            name: {**found[row, name], **({"ms": statistics.median(r[name] for r in rounds)} if name in those else {})}
+            for name in contenders
+        }
+        print(row, precision, json.dumps(results[f"{row} {precision}"]), flush=True)
+    for child in children.values():
+        child.process.kill()
+
+
+def measure(rows: list[str], precisions: list[str], contenders: list[str], seconds: float) -> dict[str, Any]:
+    """Measures rows in waves, whose models fit into the memory of a device together."""
     import torch
 
-    begin, results = time.monotonic(), {}
-    keys = [(row, precision) for precision in precisions for row in rows]
-    children = {key: _Child(_measure_row, *key, contenders, seconds * 0.55) for key in keys}
-    peaks = {
-        key: {name: _Child(_measure_memory, *key, name) for name in contenders[:3]} for key in keys if key[0] in memory
-    }
-    ready = {key: child.answer(begin + seconds * 0.75) for key, child in children.items()}
-    memories = {
-        key: {name: child.answer(begin + seconds * 0.8) for name, child in peak.items()} for key, peak in peaks.items()
-    }
-    for key, child in children.items():
-        found = ready[key] | {"MB": memories.get(key, {})}
-        if "error" not in found:
-            child.connection.send("measure")
-            found |= child.answer(begin + seconds)
-        results[" ".join(key)] = found
-        print(*key, json.dumps(found), flush=True)
+    results: dict[str, dict[str, Any]] = {}
+    waves = [(rows[at : at + _ROWS_AT_ONCE], each) for each in precisions for at in range(0, len(rows), _ROWS_AT_ONCE)]
+    end = time.monotonic() + seconds
+    for number, (wave, precision) in enumerate(waves):
+        now = time.monotonic()
+        _measure_wave(wave, precision, contenders, now + (end - now) / (len(waves) - number), results)
     versions = {"torch": torch.__version__, "device": torch.cuda.get_device_name()}
     return {"versions": versions, "rows": results}
 
@@ -209,27 +183,23 @@ def table(results: dict[str, Any]) -> str:
     lines = [
         f"Measured on one {where['device']} with torch {where['torch']}, fp32 without TF32: milliseconds for a step; "
         "how many times as long eager PyTorch and the fastest of the last three take as the better of the first two; "
-        "and MB that the process of each of the first three had reserved at most.",
+        "and MB that the processes of the first three had reserved at most.",
         "",
         f"| model | {' | '.join(CONTENDERS)} | eager | fastest | memory |",
         "|---" * (len(CONTENDERS) + 4) + "|",
     ]
     ratios, best_ratios = [], []
     for name, row in results["rows"].items():
-        if "ms" not in row or not {*CONTENDERS[:2]} & {*row["ms"]}:
-            lines.append(f"| {name} | {row.get('error', row.get('first s'))} |" + " |" * (len(CONTENDERS) + 2))
-            continue
-        times, memory = row["ms"], row.get("MB", {})
-        ours = min(times[contender] for contender in CONTENDERS[:2] if contender in times)
-        ratios.append(times["eager"] / ours)
-        best_ratios.append(min(times[contender] for contender in CONTENDERS[2:] if contender in times) / ours)
-        cells = [f"{times[contender]:.3g}" if contender in times else "" for contender in CONTENDERS]
-        peaks = [
-            f"{memory[contender].get('reserved', math.nan):.0f}" for contender in CONTENDERS[:3] if contender in memory
-        ]
-        lines.append(
-            f"| {name} | {' | '.join(cells)} | **{ratios[-1]:.2f}** | {best_ratios[-1]:.2f} | {', '.join(peaks)} |"
-        )
+        times = {contender: found["ms"] for contender, found in row.items() if "ms" in found}
+        cells = [f"{times[c]:.3g}" if c in times else row.get(c, {}).get("error", "") for c in CONTENDERS]
+        ours = min((times[contender] for contender in CONTENDERS[:2] if contender in times), default=math.nan)
+        ratio = times.get("eager", math.nan) / ours
+        best = min((times[contender] for contender in CONTENDERS[2:] if contender in times), default=math.nan) / ours
+        peaks = ", ".join(f"{row[contender]['MB']:.0f}" for contender in CONTENDERS[:3] if contender in times)
+        lines.append(f"| {name} | {' | '.join(cells)} | **{ratio:.2f}** | {best:.2f} | {peaks} |")
+        if ratio > 0:
+            ratios.append(ratio)
+            best_ratios.append(best)
     if ratios:
         means = [math.exp(statistics.fmean(map(math.log, values))) for values in (ratios, best_ratios)]
         lines += ["", f"Geometric means: {means[0]:.2f} of eager, {means[1]:.2f} of the fastest other contender."]
@@ -242,18 +212,15 @@ def main() -> None:
     parser.add_argument("--rows", default=",".join(ROWS))
     parser.add_argument("--precisions", default="bf16,fp32")
     parser.add_argument("--contenders", default=",".join(CONTENDERS))
-    parser.add_argument("--memory-of", default=",".join(ROWS), help="rows whose memory is measured")
-    parser.add_argument("--seconds", type=float, default=300.0)
+    parser.add_argument("--seconds", type=float, default=420.0)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--write", type=Path, metavar="RESULTS")
     given = parser.parse_args()
     if given.write:
         write_section(PAGE, "gpu", table(json.loads(given.write.read_text())))
         return
-    rows, precisions, contenders, memory = (
-        value.split(",") for value in (given.rows, given.precisions, given.contenders, given.memory_of)
-    )
-    results = measure(rows, precisions, contenders, memory, given.seconds)
+    rows, precisions, contenders = (value.split(",") for value in (given.rows, given.precisions, given.contenders))
+    results = measure(rows, precisions, contenders, given.seconds)
     print(table(results))
     if given.out:
         given.out.write_text(json.dumps(results, indent=1))
