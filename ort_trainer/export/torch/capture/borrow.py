@@ -17,6 +17,7 @@ __all__ = [
     "BORROWED",
     "AssignedBuffers",
     "borrowed",
+    "fast_path_disabled",
     "quiet",
 ]
 
@@ -156,3 +157,18 @@ class AssignedBuffers:
         values = [new.detach().clone() for _, _, _, new in assigned if new is not None]
         for (_, _, old, _), value in zip(assigned, values, strict=True):
             old.copy_(value)
+
+
+@contextlib.contextmanager
+def fast_path_disabled() -> Iterator[None]:
+    """Has PyTorch's Transformer layers compute as in training when they evaluate.
+
+    Their fast path leaves out padding, whose amount it reads from the values of a mask; and below what watches a run,
+    it does not see autocast.
+    """
+    enabled = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(enabled)

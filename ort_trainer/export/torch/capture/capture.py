@@ -33,6 +33,7 @@ from ..fx.symbols import users_lines_of_conditions
 from ..fx.view_writes import bases_of, refuse_inexact_writes, written
 from ..operators.registry import replacements
 from ..outside.changes import BACKWARD_HOOKS, GLOBAL_HOOKS
+from .borrow import fast_path_disabled
 from .branches import Assumption
 from .step_module import StepModule
 from .torch_versions import CHECKPOINT_GENERATOR
@@ -97,7 +98,7 @@ def capturing(module: StepModule, autocast: torch.autocast, fused_attention: boo
     backends = [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH] if fused_attention else [SDPBackend.MATH]
     # Other devices have further fused kernels, among which PyTorch chooses.
     chosen = contextlib.nullcontext() if fused_attention and autocast.device != "cpu" else sdpa_kernel(backends)
-    with chosen, exportable_functions(), autocast, module.branches.followed():
+    with chosen, exportable_functions(), fast_path_disabled(), autocast, module.branches.followed():
         yield
 
 

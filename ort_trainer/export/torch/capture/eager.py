@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ....engine.devices import default_generator
-from .borrow import BORROWED, borrowed
+from .borrow import BORROWED, borrowed, fast_path_disabled
 from .step_module import ExportedStep, StepModule
 
 __all__ = [
@@ -142,20 +142,9 @@ def evaluate_eagerly(
         borrowed(module, (), training=False),
         torch.no_grad(),
         step.autocast_for(sample),
-        _fast_path_disabled(),
+        fast_path_disabled(),
     ):
         return module(*sample), torch.finfo(rounding).eps
-
-
-@contextlib.contextmanager
-def _fast_path_disabled() -> Iterator[None]:
-    """Has transformers compute as in training: below what watches a run, their fast path does not see autocast."""
-    enabled = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(enabled)
 
 
 def _prepared(

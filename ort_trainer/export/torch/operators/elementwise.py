@@ -8,7 +8,7 @@ from typing import Any
 import onnx_ir as ir
 import torch
 
-from .registry import Value, decomposition, op, translation
+from .registry import Value, composite, decomposition, op, translation
 
 __all__ = ["with_zero_gradient"]
 
@@ -20,6 +20,13 @@ def with_zero_gradient(value: torch.Tensor, constant_in: torch.Tensor) -> torch.
     """Returns the value with a zero gradient for ``constant_in``: weight decay applies only where a gradient exists."""
     never = torch.zeros((), dtype=torch.bool, device=value.device)
     return torch.where(never, constant_in.sum().to(value.dtype), value)
+
+
+@composite(aten.log_sigmoid.default)
+def _log_sigmoid(input: torch.Tensor) -> torch.Tensor:
+    """Takes a contiguous copy: PyTorch's description of the kernel has another order in memory than its result."""
+    result: torch.Tensor = aten.log_sigmoid.default(input.contiguous())
+    return result
 
 
 @translation(aten.sqrt.default)

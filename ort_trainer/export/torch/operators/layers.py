@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -13,7 +12,6 @@ from .registry import Value, composite, decomposition, op, replacement, translat
 
 aten = torch.ops.aten
 prims = torch.ops.prims
-_mha: ModuleType = torch.backends.mha
 
 
 # Has the same erf as its backward pass, so that it is computed once.
@@ -65,13 +63,6 @@ def _batch_norm(input: torch.Tensor, *others: Any) -> torch.Tensor:
     PyTorch draws the numbers of a following dropout in the order of memory. (Images may be channels last in both.)
     """
     result: torch.Tensor = aten.batch_norm.default(input.contiguous() if input.dim() < 4 else input, *others)
-    return result
-
-
-@composite(aten.log_sigmoid.default)
-def _log_sigmoid(input: torch.Tensor) -> torch.Tensor:
-    """Takes a contiguous copy, for the same reason."""
-    result: torch.Tensor = aten.log_sigmoid.default(input.contiguous())
     return result
 
 
@@ -128,9 +119,3 @@ def _weight_norm(direction: torch.Tensor, magnitude: torch.Tensor, dim: int = 0)
 def _detect_is_causal_mask(mask: Any, is_causal: bool | None = None, size: int | None = None) -> bool:
     """Does not inspect the mask: knowing that it is causal would only save reading it."""
     return is_causal is True
-
-
-@replacement(_mha, "get_fastpath_enabled")
-def _get_fastpath_enabled() -> bool:
-    """Disables the fast path in evaluation: it leaves out padding, whose amount it reads from the values of a mask."""
-    return False

@@ -59,7 +59,7 @@ _FOR_GPU: dict[str, Any] = {
     "layout_optimization": False,
 }
 # PyTorch's kernels for these are faster than the loops that Inductor writes; the sum of an embedding's gradients would
-# also depend on how threads run.
+# also depend on how threads run. For the gradient of a convolution Inductor writes none.
 _WHOLE = (
     aten.convolution_backward.default,
     aten.embedding_dense_backward.default,
