@@ -407,7 +407,7 @@ def kernel_outputs(model: bytes, device: str) -> tuple[int, ...] | None:
 
     Args:
         model: A serialized model with one node, whose outputs need no types.
-        device: ``cpu`` or ``cuda``.
+        device: The kind of a device; one without a provider has the kernels of the CPU.
 
     Returns:
         The types; an empty tuple if an output is no tensor, or if the node is refused for any other reason, which may
@@ -423,7 +423,7 @@ def kernel_outputs(model: bytes, device: str) -> tuple[int, ...] | None:
     options.intra_op_num_threads = 1
     options.log_severity_level = 4
     available = onnxruntime.get_available_providers()
-    providers = [name for name in dict.fromkeys((_PROVIDERS[device], _PROVIDERS["cpu"])) if name in available]
+    providers = [name for name in dict.fromkeys((_PROVIDERS.get(device), _PROVIDERS["cpu"])) if name in available]
     try:
         session = onnxruntime.InferenceSession(model, options, providers)
     except NoKernel:

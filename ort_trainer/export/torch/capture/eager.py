@@ -165,7 +165,8 @@ def random_state_kept(device: torch.device, state: torch.Tensor | None = None) -
         device: Whose global generator of PyTorch is restored, beside the CPU's.
         state: What this generator begins with; None for its own state.
     """
-    with torch.random.fork_rng([] if device.type in ("cpu", "meta") else [device]):
+    devices = [] if device.type in ("cpu", "meta") else [device]
+    with torch.random.fork_rng(devices, device_type=device.type if devices else "cpu"):
         if state is not None:
             set_random_state(device, state)
         yield
