@@ -11,7 +11,7 @@ import onnx_ir as ir
 from ..step.emitter import Names, infer_missing
 from .ort import kernel_outputs
 
-__all__ = ["FitResult", "FitToKernelsPass", "WidenInterfacePass", "cast"]
+__all__ = ["CastBeforeTransposePass", "FitResult", "FitToKernelsPass", "WidenInterfacePass", "cast"]
 
 _BFLOAT16, _BOOL, _DOUBLE, _FLOAT = ir.DataType.BFLOAT16, ir.DataType.BOOL, ir.DataType.DOUBLE, ir.DataType.FLOAT
 _INT32, _INT64 = ir.DataType.INT32, ir.DataType.INT64
@@ -272,3 +272,45 @@ class WidenInterfacePass(ir.passes.InPlacePass):
                 graph.append(node)
                 graph.outputs[index] = node.outputs[0]
         return ir.passes.PassResult(model, len(graph) > before)
+
+
+class CastBeforeTransposePass(ir.passes.InPlacePass):
+    """Casts before it transposes, where an output of a model is the cast of a transposed value.
+
+    If a product takes the same cast, ONNX Runtime's ``MatmulTransposeFusion`` drops the output: its memory is never
+    written.
+    """
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        """Runs the pass."""
+        graph, modified = model.graph, False
+        for index, output in enumerate(graph.outputs):
+            casts: list[ir.Node] = []
+            maker = output.producer()
+            while maker is not None and maker.op_type == "Cast":
+                casts.append(maker)
+                maker = _given(maker).producer()
+            if not casts or maker is None or maker.op_type != "Transpose":
+                continue
+            name, value = output.name, _given(maker)
+            output.name = f"{name}__cast"
+            for node in reversed(casts):
+                dtype = ir.DataType(node.attributes["to"].as_int())
+                graph.append(cast(value, dtype, f"{name}__{dtype.name.lower()}"))
+                value = graph[-1].outputs[0]
+            transposed = ir.node(
+                "Transpose", [value], dict(maker.attributes), num_outputs=1, name=f"{name}__transposed"
+            )
+            result = transposed.outputs[0]
+            result.name, result.type, result.shape = name, output.type, output.shape
+            graph.append(transposed)
+            graph.outputs[index] = result
+            modified = True
+        return ir.passes.PassResult(model, modified)
+
+
+def _given(node: ir.Node) -> ir.Value:
+    """Returns the one input of an operator."""
+    (value,) = node.inputs
+    assert value is not None
+    return value

@@ -10,7 +10,7 @@ import onnx_ir as ir
 import onnxruntime
 import pytest
 
-from ort_trainer.engine.kernels import FitResult, FitToKernelsPass
+from ort_trainer.engine.kernels import CastBeforeTransposePass, FitResult, FitToKernelsPass
 from ort_trainer.engine.ort import make_session, session_options
 
 pytestmark = pytest.mark.engine
@@ -120,3 +120,16 @@ def test_products_of_transposed_doubles_run() -> None:
     )
     x, y = np.random.default_rng(0).random((2, 3)), np.random.default_rng(1).random((2, 4))
     np.testing.assert_allclose(run(model, x=x, y=y)[0], x.T @ y)
+
+
+def test_an_output_that_is_the_cast_of_a_transposed_value_is_computed() -> None:
+    """ONNX Runtime drops it, if a product takes the same cast."""
+    model = model_of(
+        "agraph (float16[2, 3] x, float[2, 4] w) => (float[3, 2] kept, float[3, 4] product) "
+        "{ t = Transpose <perm = [1, 0]> (x) kept = Cast <to = 1> (t) product = MatMul(kept, w) }"
+    )
+    CastBeforeTransposePass()(model)
+    assert [value.name for value in model.graph.outputs] == ["kept", "product"]
+    x, w = np.arange(6, dtype=np.float16).reshape(2, 3), np.arange(8, dtype=np.float32).reshape(2, 4)
+    kept, product = run(model, x=x, w=w)
+    assert np.array_equal(kept, x.T) and np.array_equal(product, x.T.astype(np.float32) @ w)

@@ -34,7 +34,7 @@ from torch.onnx._internal.exporter import _core, _fx_passes, _registration
 from torch.utils import _pytree as pytree
 
 from .....core.errors import ExportError
-from .....engine.kernels import FitToKernelsPass, WidenInterfacePass
+from .....engine.kernels import CastBeforeTransposePass, FitToKernelsPass, WidenInterfacePass
 from .....step.emitter import Names
 from .....step.simplify import SimplifyPass, convert_opset
 from ...capture.borrow import quiet
@@ -152,6 +152,7 @@ def to_onnx(
     _rename(model, [name for _, name in inputs], [name for _, name in results])
     WidenInterfacePass()(model)
     _fit(model, results[0][0].meta["val"].device.type)
+    CastBeforeTransposePass()(model)
     operator_of = _operators(model, module.graph)
     for onnx_node in model.graph.all_nodes():
         onnx_node.metadata_props.clear()
