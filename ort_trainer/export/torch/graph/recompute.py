@@ -265,7 +265,9 @@ def _copy(
     Returns:
         Value -> copy.
     """
-    needed = reached(values, lambda node: inside.intersection(node.all_input_nodes))
+    # Also what only gradients need, such as the mean in the gradient of a standard deviation, may come later.
+    later = {node for node in graph.candidates if graph.position[node] > graph.position[before]}
+    needed = reached(values, lambda node: (inside | later).intersection(node.all_input_nodes))
     copies: dict[Node, Node] = {}
 
     def source(node: Node) -> Node:

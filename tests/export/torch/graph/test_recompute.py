@@ -411,3 +411,22 @@ def test_layers_beside_a_custom_function() -> None:
     assert all(torch.equal(one, other) for one, other in zip(found[0][1], found[1][1], strict=True))
     once, again = (operators(trainer)["LayerNormalization"] for trainer, _ in found)
     assert again - once == 2
+
+
+class Standardized(nn.Module):
+    """The gradient of ``std`` computes the mean again, behind operators of the backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.head = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.norm(self.first(x))
+        return self.head((h - h.mean(-1, keepdim=True)) / (h.std(-1, keepdim=True) + 0.2))
+
+
+def test_values_that_the_backward_pass_computes_anyway() -> None:
+    assert_same_training(
+        Standardized(), MLP_DESC, mlp_batches(4), optim.SGDConfig(lr=0.1),
+        lambda model: torch.optim.SGD(model.parameters(), lr=0.1), options=OPTIONS["memory efficient"],
+    )  # fmt: skip
