@@ -18,9 +18,12 @@ from ..core.interrupts import insisted
 from .missing import Notes, find_missing
 from .neighbours import Neighbours, SharedMemory, connect
 
-__all__ = ["Processes"]
+__all__ = ["Processes", "all_gather", "reduce_scatter"]
 
 Result = TypeVar("Result")
+# torch 2.13 has new names for both, and warns of the old ones.
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 # The interval of a wait after which signals are handled, and the number of intervals between checks of the notes.
 _SLICE, _SLICES = timedelta(seconds=0.2), 5
 
@@ -113,7 +116,7 @@ class Processes:
     def all_gather(self, what: str, whole: torch.Tensor, part: torch.Tensor) -> None:
         """Concatenates the equally sized parts of all processes; ``part`` may already lie in ``whole``."""
         group = self.group_of(part)
-        self.finish(what, group, lambda: dist.all_gather_single(whole, part, group=group, async_op=True))
+        self.finish(what, group, lambda: all_gather(whole, part, group=group, async_op=True))
 
     def finish(self, what: str, group: dist.ProcessGroup, start: Callable[[], Any]) -> None:
         """Runs a collective operation to completion.

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from .buckets import Bucket
-from .processes import Processes
+from .processes import Processes, reduce_scatter
 
 __all__ = ["WHAT", "Adasum", "Reduction", "Sum"]
 
@@ -94,7 +94,7 @@ class Sum(Reduction):
             work: dist.Work = dist.all_reduce(tensor, group=group, async_op=True)
         else:
             part = tensor.chunk(self._processes.size)[self._processes.rank]
-            work = dist.reduce_scatter_single(part, tensor, group=group, async_op=True)
+            work = reduce_scatter(part, tensor, group=group, async_op=True)
         return work
 
     def _finish(self, tensor: torch.Tensor, work: dist.Work) -> None:

@@ -147,6 +147,7 @@ def to_onnx(
     SimplifyPass(thoroughly)(model)
     lower_after(model)
     convert_opset(model, opset)
+    _forget_idle_transpositions(model)
     _transpose_within_products(model)
     _name_nodes(model, operators)
     _rename(model, [name for _, name in inputs], [name for _, name in results])
@@ -349,6 +350,19 @@ def _drop_dimension(graph: torch.fx.Graph, result: torch.fx.Node, shown: torch.T
     result.meta["val"] = shown
     for user in users:
         user.replace_input_with(result, dropped)
+
+
+def _forget_idle_transpositions(model: ir.Model) -> None:
+    """Turns transpositions that keep the order of all axes into identities, also where nothing else is simplified.
+
+    The ``GemmTransposeFusion`` of ONNX Runtime 1.19 transposes a Gemm's operand or result for every ``Transpose`` of
+    two axes, whatever its ``perm``.
+    """
+    for node in model.graph.all_nodes():
+        order = node.attributes.get_ints("perm", (1, 0)) if node.op_type == "Transpose" else (1, 0)
+        if list(order) == sorted(order):
+            node.op_type = "Identity"
+            node.attributes.clear()
 
 
 def _transpose_within_products(model: ir.Model) -> None:
