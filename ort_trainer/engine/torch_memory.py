@@ -18,7 +18,17 @@ if TYPE_CHECKING:
     from .ort import OrtValue
     from .runner import Output, Wanted
 
-__all__ = ["TorchMemory", "as_taken", "dense_order", "freed_storages", "in_order", "order_of", "readable", "shaped"]
+__all__ = [
+    "TorchMemory",
+    "as_taken",
+    "dense_order",
+    "divided",
+    "freed_storages",
+    "in_order",
+    "order_of",
+    "readable",
+    "shaped",
+]
 
 _NUMPY_TYPES: dict[torch.dtype, Any] = {
     torch.float64: np.float64,
@@ -156,6 +166,13 @@ def freed_storages(owner: str, tensors: Iterable[tuple[str, torch.Tensor]]) -> s
     plain = [(name, value) for name, value in tensors if value.layout is torch.strided and not value.is_meta]
     freed = [name for name, value in plain if value.numel() and not value.untyped_storage().nbytes()]
     return f"the storage of {freed[:3]} of {owner} was {_FREED}, as FSDP does between two uses" if freed else ""
+
+
+def divided(owner: str, tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
+    """Describes the parameters of which each process has a part, for an error; "" if there are none."""
+    # DTensor, by a name that needs no torch.distributed; and what FullyShardedDataParallel makes of parameters.
+    parts = [name for name, value in tensors if hasattr(value, "device_mesh") or hasattr(value, "_shard_param_infos")]
+    return f"{parts[:3]} of {owner} are divided among processes, but a graph takes whole ones" if parts else ""
 
 
 def _kind(value: torch.Tensor) -> str:

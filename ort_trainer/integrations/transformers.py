@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -26,7 +27,6 @@ __all__ = ["OrtTrainer"]
 _REFUSED = {
     "torch_compile": "leave it out: the model runs as graphs already",
     "deepspeed": "leave it out: each process has the complete model",
-    "fsdp": "leave it out: each process has the complete model",
     "parallelism_config": "leave it out: each process has the complete model",
 }
 
@@ -35,7 +35,8 @@ class OrtTrainer(Trainer):  # type: ignore[misc] # the type checker does not fol
     """Hugging Face's ``Trainer``; calls of the model run as the graphs of an ``ORTModule``.
 
     Everything else is Hugging Face's, as with ``Trainer(model=ORTModule(model))``. In addition, models of
-    ``model_init`` are wrapped, and training arguments that do not go with graphs are refused.
+    ``model_init`` are wrapped, and training arguments that do not go with graphs are refused. With ``fsdp`` each layer
+    that accelerate shards is an ``ORTModule``, and PyTorch runs what lies between them.
 
     Args:
         model: As for ``Trainer``; None with ``model_init``.
@@ -45,6 +46,7 @@ class OrtTrainer(Trainer):  # type: ignore[misc] # the type checker does not fol
         **kwargs: As for ``Trainer``.
 
     Raises:
+        TypeError: If the model is divided among processes already.
         ValueError: If ``args`` has unsupported settings, or ``ort_options`` has options without effect.
 
     Example:
@@ -64,14 +66,16 @@ class OrtTrainer(Trainer):  # type: ignore[misc] # the type checker does not fol
             value = getattr(args, name, None)
             if value not in (None, False, "", [], {}):
                 raise ValueError(f"OrtTrainer does not support TrainingArguments({name}={shown(value)}): {advice}")
-        self._ort_options = ort_options
+        self._ort_options, self._fsdp = ort_options, _fsdp_config(args)
         super().__init__(model if model is None else self._wrapped(model), args, *rest, **kwargs)
 
     def call_model_init(self, *args: Any, **kwargs: Any) -> nn.Module:
-        """Returns a new model of ``model_init``, as an ``ORTModule``."""
+        """Returns a new model of ``model_init`` with its ``ORTModule``."""
         return self._wrapped(super().call_model_init(*args, **kwargs))
 
     def _wrapped(self, model: nn.Module) -> nn.Module:
+        if self._fsdp is not None:
+            return self._with_wrapped_layers(model, self._fsdp)
         if not isinstance(model, ORTModule):
             return ORTModule(model, self._ort_options)
         if self._ort_options is not None:
@@ -79,3 +83,42 @@ class OrtTrainer(Trainer):  # type: ignore[misc] # the type checker does not fol
                 "ort_options have no effect on a model that is an ORTModule already: pass them to ORTModule"
             )
         return model
+
+    def _with_wrapped_layers(self, model: nn.Module, config: Mapping[str, Any]) -> nn.Module:
+        """Replaces each layer that accelerate shards by an ``ORTModule``, and returns the model."""
+        kinds = config.get("transformer_layer_cls_to_wrap") or getattr(model, "_no_split_modules", None) or []
+        kinds = {kinds} if isinstance(kinds, str) else set(kinds)
+        layers = [
+            (part, name, child)
+            for part in model.modules()
+            for name, child in part.named_children()
+            if type(child).__name__ in kinds
+        ]
+        if not layers:
+            raise ValueError(
+                f"OrtTrainer with fsdp runs each sharded layer as graphs, but {type(model).__name__} has no layers of "
+                f"the classes {sorted(kinds)}: name them in fsdp_config['transformer_layer_cls_to_wrap']"
+            )
+        for part, name, child in layers:
+            setattr(part, name, ORTModule(child, self._ort_options))
+        return model
+
+
+def _fsdp_config(args: Any) -> Mapping[str, Any] | None:
+    """Returns the settings of FSDP in training arguments; None without FSDP.
+
+    Raises:
+        ValueError: If they do not shard whole layers by FSDP2.
+    """
+    if not getattr(args, "fsdp", None):
+        return None
+    config: Mapping[str, Any] = args.fsdp_config or {}
+    version = int(config.get("version", config.get("fsdp_version", 2)))
+    policy = config.get("auto_wrap_policy", "TRANSFORMER_BASED_WRAP")
+    if version != 2 or policy != "TRANSFORMER_BASED_WRAP" or config.get("xla"):
+        raise ValueError(
+            "OrtTrainer takes TrainingArguments(fsdp=True) with version 2 and the auto_wrap_policy "
+            f"'TRANSFORMER_BASED_WRAP', on PyTorch's devices, but fsdp_config has version {version}, "
+            f"{shown(policy)} and xla={shown(config.get('xla', False))}: FSDP1 and parts of layers have no graphs"
+        )
+    return config

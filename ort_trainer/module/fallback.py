@@ -20,7 +20,7 @@ from torch.autograd import forward_ad
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from ..core.errors import ExportError, IdleOptionError, ValueBranchError, shown
-from ..engine.torch_memory import freed_storages
+from ..engine.torch_memory import divided, freed_storages
 from ..export.torch.fx.explain import forward_line
 
 __all__ = [
@@ -33,6 +33,7 @@ __all__ = [
     "foreign_context",
     "is_running",
     "policy_of",
+    "refuse_divided",
     "refuse_freed",
     "refuse_uninitialized",
     "running",
@@ -223,6 +224,24 @@ def refuse_uninitialized(module: nn.Module) -> None:
     for value in (*module.parameters(), *module.buffers()):
         if isinstance(value, (UninitializedParameter, UninitializedBuffer)):
             raise SettlingError("makes its parameters")
+
+
+def refuse_divided(module: nn.Module) -> None:
+    """Raises if each process has only a part of the parameters.
+
+    Raises:
+        TypeError: If so.
+    """
+    named = [*module.named_parameters()]
+    parts = divided(type(module).__name__, named)
+    computed = [name for name, value in named if not value.is_leaf]
+    if not parts and computed:
+        parts = f"{computed[:3]} of {type(module).__name__} are computed from other tensors, as in FSDP1"
+    if parts:
+        raise TypeError(
+            f"{parts}: shard outside, fully_shard(ORTModule(layer)), and leave what parallelize_module divides out of "
+            "an ORTModule"
+        )
 
 
 def refuse_freed(module: nn.Module) -> None:

@@ -48,7 +48,16 @@ from .arguments import (
     refuse_subclasses,
     without_reading_memory,
 )
-from .fallback import NoGraphError, OptionError, SettlingError, refuse_freed, refuse_uninitialized, running, settled
+from .fallback import (
+    NoGraphError,
+    OptionError,
+    SettlingError,
+    refuse_divided,
+    refuse_freed,
+    refuse_uninitialized,
+    running,
+    settled,
+)
 from .passes import Passes, SizedPasses
 
 __all__ = ["CallGraphs", "ExportedGraphs"]
@@ -156,6 +165,7 @@ class CallGraphs:
     def _begin(self) -> ModelWatch:
         """Begins to watch the module, after checking that its parameters exist."""
         refuse_uninitialized(self._module)
+        refuse_divided(self._module)
         refuse_freed(self._module)
         self._watch = ModelWatch(self._module, list(canonical_names(self._module)), (), for_calls=True)
         self._root = Root(self._module, None, self._arguments)

@@ -10,7 +10,16 @@ from torch import nn
 
 from ..core.errors import was_given
 from ..options import OptionsDict, ORTTrainerOptions
-from .fallback import AT_RUN_TIME, Fallback, NoGraphError, foreign_context, is_running, policy_of, refuse_freed
+from .fallback import (
+    AT_RUN_TIME,
+    Fallback,
+    NoGraphError,
+    foreign_context,
+    is_running,
+    policy_of,
+    refuse_divided,
+    refuse_freed,
+)
 from .forward import Graphed, Outer, graphed_in, rebound
 from .graphs import CallGraphs
 from .verify import CallVerifier
@@ -32,6 +41,8 @@ _WRAPPER_NAMES = frozenset(
 
 
 _address = torch.Tensor.data_ptr
+# Assignments to an attribute of that name become the module's; this is Python's own.
+_set_class = vars(object)["__class__"].__set__
 _SPECIAL = ("__len__", "__getitem__", "__setitem__", "__delitem__", "__iter__", "__contains__")
 _OPTIONS = (
     *("utils.kernels", "utils.random_numbers", "utils.cache_exports", "utils.memory_efficient_gradient"),
@@ -228,8 +239,24 @@ class ORTModule(nn.Module):
             self._assign(value)
         elif name in _WRAPPER_NAMES:
             object.__setattr__(self, name, value)
+        elif name == "__class__":
+            self._become(value)
         else:
             setattr(self.module, name, value)
+
+    def _become(self, kind: type) -> None:
+        """Takes another class, which adds something to that of the module.
+
+        What other classes add, as ``torch.distributed.fsdp.FSDPModule`` does, becomes the wrapper's: its methods look
+        for what was attached to the wrapper, such as states and hooks. The module's own class is replaced by one that
+        adds to it itself, as ``torch.nn.utils.parametrize`` does.
+        """
+        added = [base for base in kind.__mro__[1:] if not isinstance(self.module, base)]
+        if not added:
+            self.module.__class__ = kind
+            return
+        own = {name: value for name, value in vars(kind).items() if name not in ("__dict__", "__weakref__")}
+        _set_class(self, type(kind.__name__, (*added, type(self)), own))
 
     def __delattr__(self, name: str) -> None:
         if name == "forward":
@@ -267,6 +294,12 @@ def _check(module: Any) -> None:
         raise TypeError("module is a TorchScript module, which can't be exported: use the original module")
     if kind == "OptimizedModule" and hasattr(module, "_orig_mod"):
         raise TypeError("module is the result of torch.compile(): use the module inside, module._orig_mod")
+    if any(type(part).__name__ == "FullyShardedDataParallel" for part in module.modules()):
+        raise TypeError(
+            "module has a FullyShardedDataParallel, which frees and replaces parameters while it runs: use its "
+            "successor, and shard outside, torch.distributed.fsdp.fully_shard(ORTModule(layer))"
+        )
+    refuse_divided(module)
 
 
 def _checked(options: ORTTrainerOptions | OptionsDict | None) -> ORTTrainerOptions:

@@ -13,7 +13,7 @@ from .world import run
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-CASES = ("classify", "language", "resume", "loader")
+CASES = ("classify", "language", "resume", "loader", "sharded")
 
 
 @functools.cache
@@ -52,6 +52,13 @@ def test_resume() -> None:
         assert found["files"].tolist() == ["rng_state_0.pth", "rng_state_1.pth"]
         assert len(found["whole.loss"]) == 12
         assert_same(found, found, "resumed.", "whole.", 0.0)
+
+
+def test_layers_that_accelerate_shards() -> None:
+    for found in world(2)["sharded"]:
+        assert "error" not in found, found
+        assert found["OrtTrainer.graphs"] == 1 and found["Trainer.graphs"] == 0
+        np.testing.assert_allclose(found["OrtTrainer.losses"], found["Trainer.losses"], rtol=1e-6)
 
 
 def test_a_loader_of_accelerate() -> None:

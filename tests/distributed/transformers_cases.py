@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 import transformers
-from accelerate import Accelerator
+from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.utils import broadcast_object_list
+from accelerate.utils.fsdp_utils import fsdp2_apply_ac, fsdp2_prepare_model
 from torch.utils.data import DataLoader, Sampler
 from transformers import Trainer
 
-from ort_trainer import ORTTrainer, optim
+from ort_trainer import ORTModule, ORTTrainer, optim
 from ort_trainer.integrations.transformers import OrtTrainer
 
 from ..integrations.test_transformers import Tiny, accuracy, arguments, bert, gpt2, pad, points, texts
@@ -89,6 +92,50 @@ def resume(rank: int, size: int) -> dict[str, Any]:
         found |= logged(trainer, name)
     files = sorted(path.name for path in (place / "checkpoint-8").iterdir() if path.name.startswith("rng"))
     return {**found, "files": files}
+
+
+def sharded(rank: int, size: int) -> dict[str, Any]:
+    """accelerate shards the layers that OrtTrainer has wrapped, of which some weights are on the meta device first.
+
+    accelerate's ``Accelerator`` shards on GPUs alone, so its function for FSDP2 is called here.
+    """
+    os.environ["ORTMODULE_FALLBACK_POLICY"] = "FALLBACK_DISABLE"
+    batch = pad(texts(4 * size, False)[4 * rank : 4 * rank + 4])
+    found: dict[str, Any] = {}
+    for name in ("Trainer", "OrtTrainer"):
+        torch.manual_seed(0)
+        model = gpt2()
+        model.config.use_cache = False  # a layer that is computed again would extend it twice
+        if name == "OrtTrainer":
+            training = arguments(folder(), fsdp=True, fsdp_config={"activation_checkpointing": True})
+            training.fsdp_plugin_args = None  # what makes accelerate ask for a GPU
+            model = OrtTrainer(model, training, train_dataset=texts(8, False), data_collator=pad).model
+        plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2,
+            auto_wrap_policy="transformer_based_wrap",
+            activation_checkpointing=True,
+            cpu_ram_efficient_loading=True,
+        )
+        plugin.set_auto_wrap_policy(model)
+        accelerator = SimpleNamespace(
+            state=SimpleNamespace(fsdp_plugin=plugin),
+            mixed_precision="no",
+            device=torch.device("cpu"),
+            is_main_process=rank == 0,
+            parallelism_config=None,
+        )
+        fsdp2_apply_ac(accelerator, model)
+        model = fsdp2_prepare_model(accelerator, model)
+        optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-2), []
+        for _ in range(4):
+            loss = model(**batch).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        found[f"{name}.losses"] = losses
+        found[f"{name}.graphs"] = sum(type(part).__mro__.count(ORTModule) for part in model.modules())
+    return found
 
 
 class Shuffled(Sampler[int]):

@@ -361,6 +361,19 @@ def test_what_does_not_go_with_graphs_is_refused(name: str, tmp_path: Path) -> N
         OrtTrainer(Tiny(), args)
 
 
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"version": 1}, "fsdp_config has version 1"),
+        ({"auto_wrap_policy": "SIZE_BASED_WRAP"}, "'SIZE_BASED_WRAP' and xla=False"),
+        ({"transformer_layer_cls_to_wrap": ["Block"]}, r"Tiny has no layers of the classes \['Block'\]: name them"),
+    ],
+)
+def test_what_can_not_be_sharded_is_refused(config: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        OrtTrainer(Tiny(), arguments(tmp_path, fsdp=True, fsdp_config=config))
+
+
 def test_refused_arguments_exist(tmp_path: Path) -> None:
     """A renamed argument would no longer be refused."""
     args = arguments(tmp_path)

@@ -118,3 +118,29 @@ def test_options_without_effect_are_refused() -> None:
 def test_an_argument_that_can_be_no_constant() -> None:
     with pytest.raises(TypeError, match="pass arrays as tensors"):
         ORTModule(nn.Linear(6, 2), fallback="error")(X.numpy())
+
+
+class Marked:
+    """As ``FSDPModule`` does, its method looks for what was attached to the object that has this class."""
+
+    def mark(self) -> str:
+        return marks[self]
+
+
+marks: dict[Any, str] = {}
+
+
+def test_what_another_class_adds_is_the_wrappers() -> None:
+    ours = ORTModule(nn.Linear(6, 2))
+    ours.__class__ = type("MarkedLinear", (Marked, nn.Linear), {})
+    marks[ours] = "of the wrapper"
+    assert ours.mark() == "of the wrapper" and isinstance(ours, (Marked, ORTModule)) and type(ours.module) is nn.Linear
+    ours.__class__ = type("OtherLinear", (nn.Linear,), {"in_features": property(lambda module: 7)})
+    assert ours.in_features == 7 and ours.mark() == "of the wrapper"
+
+
+def test_a_model_that_is_divided_among_processes() -> None:
+    model = nn.Sequential(nn.Linear(6, 2))
+    model[0].weight.device_mesh = None  # as DTensor has
+    with pytest.raises(TypeError, match=r"\['0.weight'\] of Sequential are divided .*: shard outside, fully_shard"):
+        ORTModule(model)

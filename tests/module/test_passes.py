@@ -317,6 +317,16 @@ def test_checkpoints_keep_less() -> None:
     assert few < saved_elements(ours)
 
 
+@pytest.mark.parametrize("options", [{}, {"debug": {"verify_every": 3}}], ids=["", "verified"])
+def test_a_checkpoint_around_it(options: dict[str, Any]) -> None:
+    """The checkpoint counts what a call saves: of the first one, which exports, and of one that PyTorch repeats, too."""
+    eager, ours = pair(nn.Sequential(nn.Linear(6, 12), nn.GELU(), nn.Linear(12, 6)), options)
+    for _ in range(2):
+        assert_same_gradients(
+            eager, ours, lambda module: checkpoint(module, X, use_reentrant=False).square().sum().backward()
+        )
+
+
 def test_cheap_values_are_computed_again() -> None:
     eager, ours = pair(
         nn.Sequential(nn.Linear(6, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Dropout(0)),

@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 
+from .collectives import COLLECTIVES, waiting
 from .loops import load
 from .operators import LIBRARY, OWN
 from .strides import with_contiguous_tensors
@@ -42,8 +43,10 @@ LOOPS = "loops.run"
 
 # A file may name operators of these libraries that take and return tensors and plain values, except those that open a
 # file or don't check that their result lies within memory.
-_LIBRARIES = ("aten", "mkldnn", LIBRARY)
+_LIBRARIES = ("aten", "mkldnn", LIBRARY, COLLECTIVES)
 _PLAIN = frozenset({"Tensor", "number", "int", "float", "bool", "str", "Device"})
+# The name of a group of processes, since torch 2.12.
+_ALSO_PLAIN = {COLLECTIVES: frozenset({"Any"})}
 _EXCLUDED = frozenset({"from_file", "_reshape_alias"})
 
 # What surrounds a plain type in the text of a schema's type: Optional[List[Tensor]].
@@ -117,11 +120,11 @@ def may_call(called: Any) -> bool:
     """Returns whether a program may call something: it must be one of PyTorch's operators on tensors."""
     if not isinstance(called, torch._ops.OpOverload) or called.namespace not in _LIBRARIES:
         return False
-    schema = called._schema
+    schema, plain = called._schema, _PLAIN | _ALSO_PLAIN.get(called.namespace, frozenset())
     return (
         called.overloadpacket.__name__ not in _EXCLUDED
         and {str(part.type) for part in schema.returns} in ({"Tensor"}, {"Tensor", "int"}, {"List[Tensor]"})
-        and all(_WRAPPED.sub("", str(part.type)) in _PLAIN for part in schema.arguments)
+        and all(_WRAPPED.sub("", str(part.type)) in plain for part in schema.arguments)
     )
 
 
@@ -134,6 +137,8 @@ def find_operator(target: str) -> Callable[..., Any]:
     """
     if target == GETITEM:
         return operator.getitem
+    if target.startswith(f"{COLLECTIVES}."):
+        return waiting(_overload(target))
     # Its own function, not through PyTorch's dispatcher, which takes longer than many of them.
     called: Any = OWN.get(target, _overload(target))
     function = with_contiguous_tensors(target.rpartition(".")[0], called)

@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 from ...core.signatures import signature_of
 from ...engine.ort import maximum_opset
 from ...engine.ownership import shared_groups
-from ...engine.torch_memory import freed_storages
+from ...engine.torch_memory import divided, freed_storages
 from ...optim import OptimizerConfig
 from ...optim.torch_optimizer import TorchOptimizerConfig
 from ...options import ModelDescription, ORTTrainerOptions
@@ -30,6 +30,10 @@ from .lower.kinds import ONNX_RUNTIME, PROGRAMS, choose, kinds
 __all__ = ["TorchSource", "recompute_options"]
 
 _WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
+_SHARD_OUTSIDE = (
+    "the trainer has a whole model in each process. To divide it, use ORTModule in your own loop, "
+    "torch.distributed.fsdp.fully_shard(ORTModule(layer))"
+)
 
 
 class TorchSource(ModelSource):
@@ -257,7 +261,7 @@ def _check_model(model: nn.Module) -> None:
     """Checks that a model is a plain module with values.
 
     Raises:
-        TypeError: If the model is wrapped or compiled.
+        TypeError: If the model is wrapped, compiled or divided among processes.
         ValueError: If its parameters or buffers have no values yet, or can't be changed.
     """
     for path, module in model.named_modules():
@@ -267,6 +271,8 @@ def _check_model(model: nn.Module) -> None:
                 f"{where} is a {kind}, but the trainer itself averages the gradients of several processes: use the "
                 f"module inside, {where}.module, and start one process per device"
             )
+        if kind == "FullyShardedDataParallel":
+            raise TypeError(f"{where} is a {kind}: {_SHARD_OUTSIDE}")
         if isinstance(module, torch.jit.ScriptModule):
             raise TypeError(f"{where} is a TorchScript module, which can't be exported: use the original module")
         if not path and kind == "OptimizedModule" and hasattr(module, "_orig_mod"):
@@ -283,6 +289,9 @@ def _check_model(model: nn.Module) -> None:
         )
     name = type(model).__name__
     tensors = [*model.named_parameters(), *model.named_buffers()]
+    parts = divided(name, tensors)
+    if parts:
+        raise TypeError(f"{parts}: {_SHARD_OUTSIDE}")
     lazy = [key for key, tensor in tensors if is_lazy(tensor)]  # type: ignore[no-untyped-call]
     if lazy:
         raise ValueError(

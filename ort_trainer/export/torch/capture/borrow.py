@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterator, Mapping
 
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from ....core.errors import ExportError
 
@@ -58,7 +59,8 @@ def borrowed(
     """Puts a module into training or evaluation mode with only some parameters trainable, and restores it afterwards.
 
     The values of buffers are restored as well. A :class:`~.outside.recorder.Recorder` restores everything else that a
-    forward pass changes.
+    forward pass changes. The caller's hooks of saved tensors, such as those of ``torch.utils.checkpoint``, which counts
+    tensors, do not see what is saved meanwhile.
 
     Args:
         module: The module.
@@ -79,7 +81,8 @@ def borrowed(
             part.training = mode
         for name, parameter in module.named_parameters():
             parameter.requires_grad_(name in trainable)
-        yield
+        with saved_tensors_hooks(_as_it_is, _as_it_is):
+            yield
     finally:
         for part, mode in modes_before:
             part.training = mode
@@ -99,6 +102,10 @@ def borrowed(
             f"forward() changes the size of the buffers {resized}, which a graph can't do: if only its first call does "
             "so, as with observers of torch.ao.quantization, call the model once before making the trainer"
         )
+
+
+def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 class AssignedBuffers:

@@ -28,6 +28,7 @@ from torch.utils import _pytree as pytree
 from .....core.atomic import temporary_folder
 from .....core.errors import ExportError
 from .....engine.programs import Program
+from .....engine.programs.collectives import COLLECTIVES
 from .....engine.programs.loops import encode, encode_kernels, inductor_works_in
 from .....engine.programs.operators import LIBRARY
 from .....engine.programs.program import GETITEM, LOOPS, Order
@@ -174,7 +175,7 @@ def _can_be_compiled(node: Node, checked: Collection[Node]) -> bool:
     if node.target not in _WHOLE and not all(_values_of(index) in checked for index in _indices(node)):
         return False
     assert isinstance(node.target, torch._ops.OpOverload)
-    return node.target.namespace != LIBRARY and "mkldnn_rnn" not in str(node.target)
+    return node.target.namespace not in (LIBRARY, COLLECTIVES) and "mkldnn_rnn" not in str(node.target)
 
 
 def _has_sizes_of_values(node: Node) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection
 
 import torch
 
+from ......engine.programs.collectives import WAIT
 from ....fx.values import runs_on_cpu
 from ..masks import open_masks
 from .attention import drop_plain_masks
@@ -50,6 +51,7 @@ def rewrite(
         divided: Whether the graph will be divided into forward and backward pass.
         unfetched: Places of results that are probably not fetched.
     """
+    _forget_waiting(graph)
     left_out = (*(_NOT_FOR_LOOPS if compiled else ()), *(() if runs_on_cpu(graph) else _FOR_CPU))
     for function in _REWRITES:
         if function in left_out:
@@ -61,3 +63,11 @@ def rewrite(
     if compiled:
         open_masks(graph)
     graph.eliminate_dead_code()
+
+
+def _forget_waiting(graph: torch.fx.Graph) -> None:
+    """Lets the readers of a collective operation's result read it at once: a program's steps wait by themselves."""
+    for node in list(graph.nodes):
+        if str(node.target) == WAIT:
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)

@@ -1,0 +1,260 @@
+"""``fully_shard(ORTModule(layer))`` beside ``fully_shard(layer)``, in the arrangements in which people use FSDP2."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed import _functional_collectives
+from torch.distributed._functional_collectives import all_reduce
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from ort_trainer import ORTModule, ORTTrainer, optim
+
+WIDTH = 8
+all_gather: Any = getattr(_functional_collectives, "all_gather_single_autograd", None)
+all_gather = all_gather or _functional_collectives.all_gather_tensor_autograd  # before torch 2.13
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up: nn.Module = nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Adapted(nn.Module):
+    """A frozen linear layer with an adapter of low rank (Hu et al., "LoRA", 2021)."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.a, self.b = nn.Linear(base.in_features, 2, bias=False), nn.Linear(2, base.out_features, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.b(self.a(x))
+
+
+class AdaptedBlock(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = Adapted(nn.Linear(WIDTH, 2 * WIDTH))
+
+
+class Contrasted(Block):
+    """Compares its rows with those of all processes, as contrastive losses do."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = all_gather(x.mean(1), 0, dist.group.WORLD)
+        scale = all_reduce(x.square().mean(), "sum", dist.group.WORLD)
+        return super().forward(x + (x.mean(1) @ rows.t() @ rows)[:, None] / scale)
+
+
+class Net(nn.Module):
+    def __init__(self, block: type[nn.Module] = Block) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, WIDTH)
+        self.layers = nn.ModuleList(block() for _ in range(2))
+        self.head: nn.Module = nn.Linear(WIDTH, 11)
+        self.checkpointed = False
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False) if self.checkpointed else layer(x)
+        return self.head(x)
+
+
+def flat_loss(scores: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(scores.flatten(0, 1), tokens.flatten())
+
+
+def sharded(graphs: bool, net: nn.Module | None = None, **settings: Any) -> Any:
+    """Returns a model whose layers, and then the rest, are sharded."""
+    torch.manual_seed(1)
+    model: Any = Net() if net is None else net
+    for at, layer in enumerate(model.layers):
+        model.layers[at] = ORTModule(layer, fallback="error") if graphs else layer
+        fully_shard(model.layers[at], **settings)
+    return fully_shard(model, **settings)
+
+
+def trained(net: Any, begin: Callable[[int], Any] = lambda micro: None, own_data: bool = True) -> dict[str, Any]:
+    """Trains with two micro-batches an update; returns losses and whole weights.
+
+    Args:
+        net: The model.
+        begin: Called before each micro-batch with its number.
+        own_data: Whether each process has data of its own.
+    """
+    optimizer = torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=1e-2, foreach=False)
+    generator = torch.Generator().manual_seed(dist.get_rank() if own_data else 7)
+    losses = []
+    for _ in range(4):
+        for micro in range(2):
+            tokens = torch.randint(0, 11, (3, 5), generator=generator)
+            begin(micro)
+            loss = flat_loss(net(tokens[:, :-1]), tokens[:, 1:])
+            loss.backward()
+            losses.append(loss.item())
+        nn.utils.clip_grad_norm_([p for p in net.parameters() if isinstance(p, DTensor) == own_data], 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    whole = [value.full_tensor() if isinstance(value, DTensor) else value for value in net.state_dict().values()]
+    return {"losses": losses, "weights": torch.cat([value.detach().flatten().double() for value in whole])}
+
+
+def layer_by_layer(graphs: bool) -> dict[str, Any]:
+    return trained(sharded(graphs))
+
+
+def mixed_precision(graphs: bool) -> dict[str, Any]:
+    return trained(sharded(graphs, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32)))
+
+
+def offload(graphs: bool) -> dict[str, Any]:
+    return trained(sharded(graphs, offload_policy=CPUOffloadPolicy(pin_memory=False)))
+
+
+def lora(graphs: bool) -> dict[str, Any]:
+    torch.manual_seed(1)
+    return trained(sharded(graphs, Net(AdaptedBlock)))
+
+
+def accumulation(graphs: bool) -> dict[str, Any]:
+    net = sharded(graphs)
+    return trained(net, lambda micro: net.set_requires_gradient_sync(micro == 1))
+
+
+def no_reshard(graphs: bool) -> dict[str, Any]:
+    return trained(sharded(graphs, reshard_after_forward=False))
+
+
+def hybrid(graphs: bool) -> dict[str, Any]:
+    """Copies of the model, each sharded over some processes."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("copies", "shards"))
+    return trained(sharded(graphs, mesh=mesh))
+
+
+def checkpointed(graphs: bool) -> dict[str, Any]:
+    net = sharded(graphs)
+    net.checkpointed = True
+    return trained(net)
+
+
+def from_meta(graphs: bool) -> dict[str, Any]:
+    """The weights are on the meta device, until each process has memory for its part of them."""
+    with torch.device("meta"):
+        net = Net()
+    net = sharded(graphs, net)
+    net.to_empty(device="cpu")
+    torch.manual_seed(2)
+    for part in net.modules():
+        if hasattr(part, "reset_parameters"):
+            part.reset_parameters()
+    return trained(net)
+
+
+def prefetched(graphs: bool) -> dict[str, Any]:
+    net = sharded(graphs)
+    first, second = net.layers
+    first.set_modules_to_forward_prefetch([second])
+    second.set_modules_to_backward_prefetch([first])
+    return trained(net, lambda micro: first.unshard(async_op=True))
+
+
+def tensor_parallel(graphs: bool) -> dict[str, Any]:
+    """Tensor parallelism divides the head; all processes have the same data."""
+    torch.manual_seed(1)
+    net = Net()
+    net.head = nn.Sequential(nn.Linear(WIDTH, 16), nn.ReLU(), nn.Linear(16, 11))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    parallelize_module(net.head, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    for at, layer in enumerate(net.layers):
+        net.layers[at] = ORTModule(layer, fallback="error") if graphs else layer
+    return trained(net, own_data=False)
+
+
+def collectives(graphs: bool) -> dict[str, Any]:
+    torch.manual_seed(1)
+    return trained(sharded(graphs, Net(Contrasted)))
+
+
+def collectives_in_a_trainer(graphs: bool) -> dict[str, Any]:
+    """A trainer beside DistributedDataParallel: each process has the whole model."""
+    torch.manual_seed(1)
+    net, losses = Net(Contrasted), []
+    if graphs:
+        settings = {"utils": {"grad_norm_clip": False, "kernels": "pytorch"}, "distributed": {"timeout": 60}}
+        config = optim.AdamWConfig(lr=1e-2, weight_decay=0.01)
+        trainer = ORTTrainer(net, "auto", config, loss_fn=flat_loss, options=settings)
+    else:
+        joined = DistributedDataParallel(net)
+        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    for _ in range(6):
+        tokens = torch.randint(0, 11, (3, 5), generator=generator)
+        if graphs:
+            loss = trainer.train_step(tokens[:, :-1], tokens[:, 1:])[0]
+        else:
+            loss = flat_loss(joined(tokens[:, :-1]), tokens[:, 1:])
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+    return {"losses": losses, "weights": torch.cat([value.detach().flatten() for value in net.state_dict().values()])}
+
+
+ARRANGEMENTS: Sequence[Callable[[bool], dict[str, Any]]] = (
+    *(layer_by_layer, mixed_precision, offload, lora, accumulation, no_reshard, hybrid, checkpointed, from_meta),
+    *(prefetched, tensor_parallel, collectives, collectives_in_a_trainer),
+)
+
+
+def compared(rank: int, size: int) -> dict[str, Any]:
+    """Returns losses and weights of all arrangements, without and with graphs."""
+    dist.init_process_group("gloo")
+    return {
+        f"{arrangement.__name__} {name} {kind}": value
+        for arrangement in ARRANGEMENTS
+        for name, graphs in (("eager", False), ("graphs", True))
+        for kind, value in arrangement(graphs).items()
+    }
+
+
+def refused(rank: int, size: int) -> dict[str, Any]:
+    """Returns the errors of the other orders."""
+
+    def trainer(model: nn.Module) -> ORTTrainer:
+        return ORTTrainer(model, "auto", optim.SGDConfig(), loss_fn="cross_entropy")
+
+    def fsdp1() -> nn.Module:
+        return FullyShardedDataParallel(Net(), device_id=torch.device("cpu"), use_orig_params=True)
+
+    orders: dict[str, Callable[[], Any]] = {
+        "module of FSDP2": lambda: ORTModule(fully_shard(Net())),
+        "module of FSDP1": lambda: ORTModule(nn.Sequential(fsdp1())),
+        "FSDP2 within a module": lambda: sharded(False, ORTModule(Net(), fallback="error"))(torch.ones(1, 2).long()),
+        "trainer of FSDP2": lambda: trainer(fully_shard(Net())),
+        "trainer of FSDP1": lambda: trainer(fsdp1()),
+    }
+    found = {}
+    for name, make in orders.items():
+        try:
+            make()
+        except TypeError as error:
+            found[name] = str(error)
+    return found
