@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed import _functional_collectives
 from torch.distributed._functional_collectives import all_reduce
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -193,29 +197,40 @@ def collectives(graphs: bool) -> dict[str, Any]:
     return trained(sharded(graphs, Net(Contrasted)))
 
 
+def trainer_for(net: nn.Module) -> ORTTrainer:
+    options = {"utils": {"grad_norm_clip": False, "kernels": "pytorch"}, "distributed": {"timeout": 60}}
+    return ORTTrainer(net, "auto", optim.AdamWConfig(lr=1e-2, weight_decay=0.01), loss_fn=flat_loss, options=options)
+
+
+def batches(own_data: bool, seed: int = 0) -> Iterator[torch.Tensor]:
+    """Yields six batches, the same in all processes or not."""
+    generator = torch.Generator().manual_seed(seed + (dist.get_rank() if own_data else 0))
+    for _ in range(6):
+        yield torch.randint(0, 11, (3, 5), generator=generator)
+
+
 def collectives_in_a_trainer(graphs: bool) -> dict[str, Any]:
     """A trainer beside DistributedDataParallel: each process has the whole model."""
     torch.manual_seed(1)
-    net, losses = Net(Contrasted), []
+    net = Net(Contrasted)
     if graphs:
-        settings = {"utils": {"grad_norm_clip": False, "kernels": "pytorch"}, "distributed": {"timeout": 60}}
-        config = optim.AdamWConfig(lr=1e-2, weight_decay=0.01)
-        trainer = ORTTrainer(net, "auto", config, loss_fn=flat_loss, options=settings)
+        trainer = trainer_for(net)
+        losses = [trainer.train_step(tokens[:, :-1], tokens[:, 1:])[0].item() for tokens in batches(True)]
     else:
-        joined = DistributedDataParallel(net)
-        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    for _ in range(6):
-        tokens = torch.randint(0, 11, (3, 5), generator=generator)
-        if graphs:
-            loss = trainer.train_step(tokens[:, :-1], tokens[:, 1:])[0]
-        else:
-            loss = flat_loss(joined(tokens[:, :-1]), tokens[:, 1:])
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        losses.append(loss.item())
+        losses = looped(DistributedDataParallel(net), torch.optim.AdamW(net.parameters(), lr=1e-2), batches(True))
     return {"losses": losses, "weights": torch.cat([value.detach().flatten() for value in net.state_dict().values()])}
+
+
+def looped(net: nn.Module, optimizer: torch.optim.Optimizer, tokens_of: Iterable[torch.Tensor]) -> list[float]:
+    """Trains in a loop, and returns the losses."""
+    losses = []
+    for tokens in tokens_of:
+        loss = flat_loss(net(tokens[:, :-1]), tokens[:, 1:])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
 
 
 ARRANGEMENTS: Sequence[Callable[[bool], dict[str, Any]]] = (
@@ -258,3 +273,40 @@ def refused(rank: int, size: int) -> dict[str, Any]:
         except TypeError as error:
             found[name] = str(error)
     return found
+
+
+def saved(rank: int, size: int) -> dict[str, Any]:
+    """Trains, and writes checkpoints by torch.distributed.checkpoint; returns the losses after them."""
+    net = sharded(True)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    looped(net, optimizer, batches(True))
+    model_state, optimizer_state = get_state_dict(net, optimizer)
+    checkpoints = Path(os.environ["CHECKPOINTS"])
+    dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=checkpoints / "sharded")
+    trainer = trainer_for(Net())
+    for tokens in batches(True):
+        trainer.train_step(tokens[:, :-1], tokens[:, 1:])
+    dcp.save(trainer.state_dict(), checkpoint_id=checkpoints / "trainer")
+    return {"sharded": looped(net, optimizer, batches(False, 7)), "trainer": stepped(trainer)}
+
+
+def stepped(trainer: ORTTrainer) -> list[float]:
+    return [trainer.train_step(tokens[:, :-1], tokens[:, 1:])[0].item() for tokens in batches(False, 7)]
+
+
+def loaded(rank: int, size: int) -> dict[str, Any]:
+    """Loads the checkpoints in another number of processes; returns the losses that follow."""
+    dist.init_process_group("gloo")
+    net = sharded(True, Net())
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    model_state, optimizer_state = get_state_dict(net, optimizer)
+    state: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state}
+    checkpoints = Path(os.environ["CHECKPOINTS"])
+    dcp.load(state, checkpoint_id=checkpoints / "sharded")
+    set_state_dict(net, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    trainer = trainer_for(Net())
+    trainer.train_step(torch.ones(3, 4, dtype=torch.long), torch.ones(3, 4, dtype=torch.long))
+    state = trainer.state_dict()
+    dcp.load(state, checkpoint_id=checkpoints / "trainer")
+    trainer.load_state_dict(state)
+    return {"sharded": looped(net, optimizer, batches(False, 7)), "trainer": stepped(trainer)}

@@ -319,7 +319,7 @@ def test_checkpoints_keep_less() -> None:
 
 @pytest.mark.parametrize("options", [{}, {"debug": {"verify_every": 3}}], ids=["", "verified"])
 def test_a_checkpoint_around_it(options: dict[str, Any]) -> None:
-    """The checkpoint counts what a call saves: of the first one, which exports, and of one that PyTorch repeats, too."""
+    """The checkpoint counts what a call saves: also the first, which exports, and one that PyTorch repeats."""
     eager, ours = pair(nn.Sequential(nn.Linear(6, 12), nn.GELU(), nn.Linear(12, 6)), options)
     for _ in range(2):
         assert_same_gradients(
