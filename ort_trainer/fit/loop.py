@@ -281,9 +281,13 @@ class _Fit:
 
     def take_place(self, kept: Mapping[str, Any]) -> None:
         """Restores the position of this process; an additional process starts with its own random states."""
-        entries, rank = [kept, *kept.get("others", [])], self.trainer.world_rank
-        place = own_place([_position(kept, entry) for entry in entries], rank, self.trainer.world_size)
-        counted = entries[rank]["state"] if rank < len(entries) else {}
+        entries, rank, size = [kept, *kept.get("others", [])], self.trainer.world_rank, self.trainer.world_size
+        places = [_position(kept, entry) for entry in entries]
+        place = own_place(places, rank, size, self.train_loader)
+        counted = dict(entries[min(rank, len(entries) - 1)]["state"])
+        if len(entries) != size:  # what the epoch has so far counts once
+            sums = {name: sum(entry["state"][name] for entry in entries) for name in ("loss_sum", "loss_samples")}
+            counted.update(sums if rank == 0 else dict.fromkeys(sums, 0), batch=place["batch"])
         self.state.load_state_dict({**kept["state"], **counted})
         self.position.load_state_dict(place)
 

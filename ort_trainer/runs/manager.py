@@ -42,12 +42,14 @@ class SavedCheckpoint:
         step: The trainer's step count when it was saved.
         number: Its position in the order of saving in the directory, from 1.
         metrics: The metrics passed to :meth:`CheckpointManager.save`.
+        between_epochs: Whether any number of processes can resume it.
     """
 
     path: Path
     step: int
     number: int
     metrics: Mapping[str, float] = field(default_factory=dict)
+    between_epochs: bool = True
 
 
 class CheckpointManager:
@@ -59,7 +61,8 @@ class CheckpointManager:
 
     Args:
         directory: The directory, which is created if needed. The processes of one run share it.
-        keep_last: The number of newest checkpoints to keep; None for all.
+        keep_last: The number of newest checkpoints to keep; None for all. With several processes the newest one of the
+            end of an epoch is kept, too.
         keep_best: The name of a metric, and ``min`` or ``max``: the checkpoint with the best value is kept too.
         async_save: Whether :meth:`save` only copies the state, and a thread writes it while training continues. The
             copy needs as much memory as the state.
@@ -337,18 +340,22 @@ class CheckpointManager:
         if before and before[-1].path == path and not metrics:
             metrics = dict(before[-1].metrics)  # the same step saved again, perhaps at the end of a run
         number = before[-1].number + 1 if before else 1
-        run = {"number": number, "step": state["train_step_info"]["step"], "metrics": metrics}
+        between = len(places) == 1 or not any(place["batch"] for place in places)
+        run = {
+            "number": number,
+            "step": state["train_step_info"]["step"],
+            "metrics": metrics,
+            "between_epochs": between,
+        }
         parts = {_RUN: run, _POSITION: {"places": places}}
         like = before[-1].path if before else None  # so that private checkpoints stay private
         save_checkpoint_file(path, state, user, overwrite=True, parts=parts, like=like)
         checkpoints = self.checkpoints
         with atomic_path(self.directory / "latest") as temporary:
             temporary.write_text(checkpoints[-1].path.name + "\n", encoding="utf-8")
-        kept = (
-            checkpoints
-            if self.keep_last is None
-            else [*checkpoints[-self.keep_last :], _best_of(checkpoints, self.keep_best)]
-        )
+        kept: list[SavedCheckpoint | None] = [*checkpoints[-(self.keep_last or len(checkpoints)) :]]
+        kept.append(_best_of(checkpoints, self.keep_best))
+        kept += [entry for entry in checkpoints if entry.between_epochs][-1:]
         for entry in checkpoints:
             if entry not in kept:
                 entry.path.unlink(missing_ok=True)
@@ -394,7 +401,7 @@ def _place(path: Path, trainer: Trainer, position: Position | None) -> Mapping[s
     try:
         if position is None:
             return places[rank] if rank < len(places) else {}
-        place = own_place(places, rank, trainer.world_size)
+        place = own_place(places, rank, trainer.world_size, position.loader)
         position.check(place)
         return place
     except (KeyError, TypeError, AttributeError) as error:
@@ -432,7 +439,8 @@ def _described(path: Path) -> SavedCheckpoint | None:
         if not run:
             return None
         metrics = {str(name): float(value) for name, value in run["metrics"].items()}
-        return SavedCheckpoint(path, int(run["step"]), int(run["number"]), metrics)
+        between_epochs = bool(run.get("between_epochs", True))  # early versions did not write it
+        return SavedCheckpoint(path, int(run["step"]), int(run["number"]), metrics, between_epochs)
     except (CheckpointError, KeyError, TypeError, ValueError, AttributeError):
         return None
 

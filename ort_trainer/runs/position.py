@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, SequentialSampler
 
 from ..core.errors import CheckpointError, shown
 from ..train.state import copied
@@ -110,7 +111,7 @@ class Position:
         else:
             if self._random is None and not self._loading:  # a loop that left its batches and now continues
                 self._random = _capture(self.loader)
-            if self._pending is None:
+            if self._pending is None and self._epoch_random:  # an additional process has none
                 restore(self._epoch_random, self.loader)
         self._begun = self._loading = True
         self._last = None
@@ -151,7 +152,7 @@ class Position:
         # A copy, because tensors in a file may be unaligned, and PyTorch's generators crash on those.
         loader.load_state_dict(copied(state))
         if not self.batch:
-            if isinstance(loader, torch.utils.data.DataLoader):
+            if isinstance(loader, DataLoader):
                 iter(loader)  # consumes the state, which is of the end of an epoch, and draws random numbers
             restore(self._epoch_random, loader)
         return iter(loader)
@@ -177,6 +178,7 @@ class Position:
             "epoch": self.epoch,
             "batch": self.batch,
             "batches": length_of(self.loader),
+            "order": _order_of(self.loader),
             "ended": self._ended,
             "random": now if self._random is None else self._random,
             "epoch_random": self._epoch_random,
@@ -238,19 +240,22 @@ class Position:
                 _check_loader(kept, self.loader)
 
 
-def own_place(places: Sequence[Mapping[str, Any]], rank: int, size: int) -> Mapping[str, Any]:
+def own_place(places: Sequence[Mapping[str, Any]], rank: int, size: int, loader: Any = None) -> Mapping[str, Any]:
     """Selects the position of this process from those that the saving processes stored.
 
     Args:
         places: The result of :meth:`Position.state_dict` in each saving process, by rank.
         rank: The rank of this process.
         size: The number of processes.
+        loader: Its loader. In the middle of an epoch, another number of processes goes on after as many samples of the
+            order that all processes share.
 
     Returns:
         Its position; for an additional process, that of rank 0 without random states.
 
     Raises:
-        ValueError: If a different number of processes saved them in the middle of an epoch.
+        ValueError: If a different number of processes saved them in the middle of an epoch, of loaders that do not say
+            so.
         CheckpointError: If there are none.
     """
     if not places:
@@ -258,12 +263,60 @@ def own_place(places: Sequence[Mapping[str, Any]], rank: int, size: int) -> Mapp
             "the checkpoint has no position in the data, because it was not saved by a CheckpointManager: load it with "
             "trainer.load_checkpoint(path)"
         )
-    if len(places) != size and any(place["batch"] for place in places):
-        raise ValueError(
-            f"the checkpoint was saved in the middle of an epoch by {len(places)} processes, each with its own part of "
-            f"the data, but there are {size}: start {len(places)}, or resume from a checkpoint of the end of an epoch"
+    if len(places) == size:
+        return places[rank]
+    place = places[rank] if rank < len(places) else {**places[0], "random": None, "epoch_random": {}}
+    if any(entry["batch"] for entry in places):
+        place = {**place, "batch": _batches_after(places, size, loader), "batches": length_of(loader)}
+    return {**place, "loader": None}
+
+
+def _batches_after(places: Sequence[Mapping[str, Any]], size: int, loader: Any) -> int:
+    """Returns after how many batches a loader has passed the samples that other processes have completed.
+
+    Raises:
+        ValueError: If it can't be known, or is not a whole number.
+    """
+    (then, *others), now = [entry.get("order") for entry in places], _order_of(loader)
+    batches, why = {entry["batch"] for entry in places}, ""
+    length = length_of(loader)
+    if then is None or now is None or any(other != then for other in others) or len(batches) > 1:
+        why = (
+            "only loaders with a DistributedSampler and equal batches, or in one process without shuffling, say which "
+            "samples are left"
         )
-    return places[rank] if rank < len(places) else {**places[0], "random": None, "epoch_random": {}, "loader": None}
+    elif any(then[name] != now[name] for name in ("of", "seed")):
+        why = f"their samples had the order {then}, and these have {now}"
+    elif length is not None and all(entry.get("ended") or entry["batch"] == entry["batches"] for entry in places):
+        return length
+    elif (samples := batches.pop() * then["together"]) % now["together"]:
+        why = f"they completed {samples} samples, which are no multiple of the {now['together']} of a batch of all here"
+    else:
+        return int(samples // now["together"])
+    raise ValueError(
+        f"the checkpoint was saved in the middle of an epoch by {len(places)} processes, each with its own part of the "
+        f"data, but there are {size}, and {why}: start {len(places)}, or resume from a checkpoint of the end of an "
+        "epoch"
+    )
+
+
+def _order_of(loader: Any) -> dict[str, Any] | None:
+    """Returns which samples the batches of all processes have in common; None if it is unknown.
+
+    ``of`` and ``seed`` describe an order that is the same in any number of processes. All of them together take the
+    next ``together`` samples of it with each batch.
+    """
+    batch_sampler = loader.batch_sampler if isinstance(loader, DataLoader) else None
+    if type(batch_sampler) is not BatchSampler:
+        return None
+    sampler: Any = batch_sampler.sampler
+    if type(sampler) is DistributedSampler:
+        seed, together = sampler.seed if sampler.shuffle else None, batch_sampler.batch_size * sampler.num_replicas
+        dataset: Any = sampler.dataset
+        return {"of": len(dataset), "seed": seed, "together": together}
+    if type(sampler) is SequentialSampler:
+        return {"of": len(sampler), "seed": None, "together": batch_sampler.batch_size}
+    return None
 
 
 def set_epoch(loader: Any, number: int) -> None:

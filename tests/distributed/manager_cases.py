@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 import warnings
@@ -12,10 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler
 
 from ort_trainer import CheckpointManager, ORTTrainer, Position
-from ort_trainer.fit import ManagedCheckpoints
+from ort_trainer.fit import Callback, FitState, ManagedCheckpoints
 from ort_trainer.runs import manager as manager_module
 
 from .fit_cases import data, new_trainer, part, shared_folder, weights
@@ -165,3 +166,47 @@ def fit(rank: int, size: int) -> dict[str, Any]:
         "epochs": len(more.history),
         "files": Path(more.files["last"]).name,
     }
+
+
+def elastic(rank: int, size: int) -> dict[str, Any]:
+    """Goes on, in any number of processes, and stops in the middle of the first epoch, and then of the second.
+
+    ``UNTIL`` is the step of the end, and ``ELASTIC`` the folder of the checkpoints.
+    """
+    folder, until = Path(os.environ["ELASTIC"]), int(os.environ["UNTIL"])
+    trainer = new_trainer(2)
+    sampler = DistributedSampler(data(64), size, rank, seed=3)
+    position = Position(DataLoader(sampler.dataset, batch_size=8 // size, sampler=sampler))
+    losses = []
+    with CheckpointManager(folder / "own", keep_last=1) as manager:
+        manager.resume(trainer, position)
+        for _ in position.epochs(3):
+            for x, y in position.batches():
+                loss = trainer.train_step(x, y)[0]
+                losses.append(sum(trainer.gather({"loss": loss.item()})[at]["loss"] for at in range(size)) / size)
+                if trainer.train_step_info.step == until:
+                    break
+            manager.save(trainer, position)
+            if trainer.train_step_info.step == until:
+                break
+        left = [entry.step for entry in manager.checkpoints]
+    fitted = new_trainer()
+    sampler = DistributedSampler(data(64), size, rank, seed=3)
+    loader = DataLoader(sampler.dataset, batch_size=8 // size, sampler=sampler)
+    saving = ManagedCheckpoints(CheckpointManager(folder / "fit", keep_last=1), every_n_batches=1)
+    stop = StopAt(until)
+    result = fitted.fit(loader, epochs=3, checkpoints=saving, resume=True, progress=False, callbacks=[stop])
+    rows = [row["loss"] for row in result.history]
+    place = [position.epoch, position.batch]
+    return {"losses": losses, "place": place, "left": left, "history": rows, **weights(trainer)} | {
+        f"fitted {name}": value for name, value in weights(fitted).items()
+    }
+
+
+class StopAt(Callback):
+    def __init__(self, step: int) -> None:
+        self._step = step
+
+    def on_train_batch_end(self, state: FitState, trainer: ORTTrainer) -> None:
+        if trainer.train_step_info.step == self._step:
+            state.stop("enough")

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pytest
+
+from . import manager_cases
 from .world import run
 
 
@@ -38,3 +43,25 @@ def test_fit() -> None:
         assert "error" not in found, found
         assert str(found["status"]) == "completed" and found["epochs"] == 3
         assert len(found["steps"]) <= 2 and str(found["files"]) == f"step-{found['steps'][-1]:08d}.ortckpt"
+
+
+def test_processes_come_and_go_in_the_middle_of_an_epoch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two processes, then one, then two, train as one that was never interrupted."""
+
+    def trained(size: int, until: int, folder: str) -> dict[str, Any]:
+        monkeypatch.setenv("ELASTIC", str(tmp_path / folder))
+        monkeypatch.setenv("UNTIL", str(until))
+        if size == 1:
+            return manager_cases.elastic(0, 1)
+        found = run("manager_cases", ("elastic",), size, timeout=150)["elastic"]
+        assert not any("error" in each for each in found), found
+        return found[0]
+
+    whole = trained(1, 24, "whole")
+    parts = [trained(2, 6, "elastic"), trained(1, 12, "elastic"), trained(2, 24, "elastic")]
+    assert [list(part["place"]) for part in parts] == [[1, 6], [2, 4], [3, 8]]
+    # Two processes keep the last one of the end of an epoch, too.
+    assert [list(part["left"]) for part in parts] == [[6], [12], [16, 24]]
+    np.testing.assert_allclose(np.concatenate([part["losses"] for part in parts]), whole["losses"], rtol=1e-6)
+    for name in whole.keys() - {"losses", "place", "left"}:
+        np.testing.assert_allclose(parts[-1][name], whole[name], rtol=1e-5, atol=1e-6, err_msg=name)

@@ -370,7 +370,7 @@ def test_the_end_of_the_process_loses_nothing_silently(tmp_path: Path) -> None:
 def test_what_a_file_says_of_its_run(trainer: ORTTrainer, tmp_path: Path) -> None:
     path = save(CheckpointManager(tmp_path), trainer, 4, loss=0.5)
     run, position, none = read_parts(path, "run", "position", "nothing")
-    assert run == {"number": 1, "step": 4, "metrics": {"loss": 0.5}} and none == {}
+    assert run == {"number": 1, "step": 4, "metrics": {"loss": 0.5}, "between_epochs": True} and none == {}
     assert [place["epoch"] for place in position["places"]] == [1]
     other = mlp_trainer()
     assert other.load_checkpoint(path) == {"step": 4}

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import io
+import itertools
 import random
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, RandomSampler
+from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, TensorDataset
 
 from ort_trainer import CheckpointError, Position
 from ort_trainer.runs.position import own_place
@@ -185,6 +186,40 @@ def test_another_number_of_processes() -> None:
     assert new["epoch"] == 2 and new["random"] is None
     with pytest.raises(CheckpointError, match="was not saved by a CheckpointManager"):
         own_place([], 0, 1)
+
+
+def sampled(size: int, batch: int, count: int = 48, **settings: Any) -> DataLoader[Any]:
+    """Returns rank 0's loader of several processes."""
+    data = TensorDataset(torch.arange(float(count)))
+    return DataLoader(data, batch, sampler=DistributedSampler(data, size, 0, **settings))
+
+
+def test_samples_say_where_another_number_of_processes_goes_on() -> None:
+    position = Position(sampled(2, 4))
+    for _ in itertools.islice(position.batches(), 3):
+        pass
+    places = [position.state_dict()] * 2
+    for size, batch, done in ((1, 4, 6), (1, 8, 3), (3, 4, 2), (4, 2, 3)):
+        other = Position(sampled(size, batch))
+        place = own_place(places, size - 1, size, other.loader)
+        other.check(place)
+        assert place["batch"] == done and (place["random"] is None) == (size > 2)
+        other.load_state_dict(place)
+        assert len(list(other.batches())) == len(other.loader) - done
+    ended = [{**place, "batch": 6, "batches": 6} for place in places]
+    assert own_place(ended, 0, 1, sampled(1, 5))["batch"] == 10
+    for other, why in (
+        (sampled(1, 5), "they completed 24 samples, which are no multiple of the 5 of a batch of all here"),
+        (sampled(1, 4, seed=1), "their samples had the order .*'seed': 0.* and these have .*'seed': 1"),
+        (sampled(1, 4, count=40), "'of': 48"),
+        (sampled(1, 4, shuffle=False), "'seed': None"),
+        (DataLoader(TensorDataset(torch.zeros(48)), 4, shuffle=True), "only loaders with a DistributedSampler"),
+        ([1, 2], "only loaders with a DistributedSampler"),
+    ):
+        with pytest.raises(ValueError, match=f"by 2 processes.* there are 1, and .*{why}"):
+            own_place(places, 0, 1, other)
+    with pytest.raises(ValueError, match="and equal batches"):
+        own_place([places[0], {**places[1], "batch": 2}], 0, 1, sampled(1, 4))
 
 
 @pytest.mark.parametrize("kind", ["list", "generator", "stateful"])
