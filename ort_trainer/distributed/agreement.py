@@ -11,11 +11,22 @@ from ..core.errors import DistributedError
 from .missing import ADVICE
 from .processes import Processes
 
-__all__ = ["FOLLOW", "KINDS", "Row", "check_rows", "check_traits", "checksum", "number_of", "raise_difference"]
+__all__ = [
+    "FOLLOW",
+    "KINDS",
+    "Row",
+    "check_rows",
+    "check_steps",
+    "check_traits",
+    "checksum",
+    "number_of",
+    "raise_difference",
+]
 
 # The number of differences that a message lists.
 _MOST = 3
 _MISSING = "missing"
+_DIFFER = "the processes must train the same model, but they differ in"
 
 
 def checksum(value: Any) -> float:
@@ -41,6 +52,36 @@ def check_traits(processes: Processes, traits: Mapping[str, Any]) -> None:
         raise_difference(processes, {name: traits[name] for name in different})
 
 
+def check_steps(processes: Processes, step: Mapping[str, Any]) -> None:
+    """Compares what the first training graphs of all processes compute and depend on.
+
+    Graphs for other conditions on sizes and values, which batches bring about, are not compared; nor is what only some
+    of them depend on.
+
+    Args:
+        processes: The processes that train.
+        step: From ``ModelSource.compared``; empty if this process has nothing to compare.
+
+    Raises:
+        DistributedError: In all processes, if something differs; it says what, and in which ranks.
+    """
+    sums = {row[0] for row in processes.exchange("the first update of the others", [checksum(step or None)])}
+    if len(sums - {0.0}) < 2:
+        return
+    gathered = processes.gather("what differs", json.dumps(step).encode())
+    steps = {rank: found for rank, data in enumerate(gathered) if (found := json.loads(data))}
+    if len({found["conditions"] for found in steps.values()}) > 1:
+        return
+    common = set.intersection(*(set(found["values"]) for found in steps.values()))
+    for found in steps.values():
+        found["values"] = {place: value for place, value in found["values"].items() if place in common}
+    titles = {"values": "what model and loss read outside tensors", "operators": "the operators of the step"}
+    messages = [_message(title, {rank: found[name] for rank, found in steps.items()}) for name, title in titles.items()]
+    if any(messages):
+        advice = "What should differ must be an input, or a parameter of the loss"
+        raise DistributedError(f"{_DIFFER} {'. In '.join(filter(None, messages))}. {advice}")
+
+
 def raise_difference(processes: Processes, traits: Mapping[str, Any]) -> NoReturn:
     """Raises a DistributedError that describes the differences; all processes call it.
 
@@ -49,19 +90,21 @@ def raise_difference(processes: Processes, traits: Mapping[str, Any]) -> NoRetur
         traits: As for :func:`check_traits`.
     """
     values_by_rank = [json.loads(data) for data in processes.gather("what differs", json.dumps(traits).encode())]
-    messages: list[str] = []
-    for name in traits:
-        by_rank = {
-            rank: dict(_leaves(values[name])) for rank, values in enumerate(values_by_rank) if values[name] is not None
-        }
-        paths = list(dict.fromkeys(path for leaves in by_rank.values() for path in leaves))
-        texts = {
-            path: _difference({rank: leaves.get(path, _MISSING) for rank, leaves in by_rank.items()}) for path in paths
-        }
-        parts = [f"{path} is {text}" if path else text for path, text in texts.items() if text]
-        more = f"; and {len(parts) - _MOST} more" if len(parts) > _MOST else ""
-        messages.append(f"{name}: {'; '.join(parts[:_MOST])}{more}")
-    raise DistributedError(f"the processes must train the same model, but they differ in {'. In '.join(messages)}")
+    messages = [
+        _message(name, {rank: found[name] for rank, found in enumerate(values_by_rank) if found[name] is not None})
+        for name in traits
+    ]
+    raise DistributedError(f"{_DIFFER} {'. In '.join(messages)}")
+
+
+def _message(name: str, by_rank: Mapping[int, Any]) -> str:
+    """Describes how something differs between ranks; empty if it is the same."""
+    leaves = {rank: dict(_leaves(value)) for rank, value in by_rank.items()}
+    paths = list(dict.fromkeys(path for found in leaves.values() for path in found))
+    texts = {path: _difference({rank: found.get(path, _MISSING) for rank, found in leaves.items()}) for path in paths}
+    parts = [f"{path} is {text}" if path else text for path, text in texts.items() if text]
+    more = f"; and {len(parts) - _MOST} more" if len(parts) > _MOST else ""
+    return f"{name}: {'; '.join(parts[:_MOST])}{more}" if parts else ""
 
 
 def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
@@ -108,6 +151,7 @@ class Row(NamedTuple):
 
     Attributes:
         number: The number of its operation.
+        trainer: The number of its trainer, in the order in which they were made.
         stop: Whether it asks all to stop.
         compared: Whether it has compared the start of training.
         step: Its steps so far.
@@ -118,6 +162,7 @@ class Row(NamedTuple):
     """
 
     number: float
+    trainer: float
     stop: float
     compared: float
     step: float
@@ -154,6 +199,12 @@ def check_rows(
     Raises:
         DistributedError: In all processes, if something differs.
     """
+    if len({row.trainer for row in rows}) > 1:
+        uses = ", ".join(f"rank {rank} uses number {int(row.trainer)}" for rank, row in enumerate(rows))
+        raise DistributedError(
+            f"the processes use different trainers at the same time: {uses}, in the order in which they were made. "
+            f"{ADVICE}"
+        )
     doing = {rank: row for rank, row in enumerate(rows) if row.kind != FOLLOW}
     if len({row.kind for row in doing.values()}) > 1:
         does = ", ".join(f"rank {rank} is {KINDS[row.kind]}" for rank, row in doing.items())

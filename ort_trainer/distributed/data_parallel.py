@@ -13,9 +13,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
+from ..core.errors import DistributedError
 from ..optim.parts import Named, Parts
 from ..train.strategy import Arrival, Meeting, Share, Strategy
-from .agreement import FOLLOW, KINDS, Row, check_rows, check_traits, checksum, number_of
+from .agreement import FOLLOW, KINDS, Row, check_rows, check_steps, check_traits, checksum, number_of
 from .buckets import Buckets, grouped, room_for
 from .neighbours import SharedMemory
 from .processes import Processes
@@ -41,6 +42,8 @@ class DataParallel(Strategy):
         self._names: list[str] = []
         self._trainable: Named = {}
         self._dtypes: Mapping[str, str] | None = None
+        self._compared_step: Callable[[], dict[str, Any]] = dict
+        self._number = 0
         self._compared = True
         self._joining: _Joining | None = None
         self._shared: SharedMemory | None = None
@@ -49,6 +52,7 @@ class DataParallel(Strategy):
         """Compares the traits by checksums, sends the tensors and seed of rank 0, and derives the rank's seed."""
         check_traits(self.processes, traits)
         self._names = list(tensors)
+        self._check_order(tensors)
         self._broadcast("the weights of rank 0", tensors, 0)
         # A float64 holds only 53 of a seed's 64 bits.
         halves = self.processes.exchange("the seed", [seed >> 32, seed & 0xFFFFFFFF])[0]
@@ -56,6 +60,20 @@ class DataParallel(Strategy):
         if not self.world_rank:
             return seed
         return int(np.random.SeedSequence((seed, self.world_rank)).generate_state(1, np.uint64)[0])
+
+    def _check_order(self, tensors: Named) -> None:
+        """Raises if the processes make trainers of equal shapes in different orders, which their weights show."""
+        made = self.processes.trainers
+        own = checksum([zlib.crc32(_bytes(value)) for value in tensors.values()])
+        made.append([row[0] for row in self.processes.exchange("the start of the other processes", [own])])
+        self._number = len(made)
+        for rank in range(self.world_size):
+            first, here = ([row[at] for row in made] for at in (0, rank))
+            if first != here and sorted(first) == sorted(here):
+                raise DistributedError(
+                    f"the processes make their {len(made)} trainers in different orders: rank {rank} begins with the "
+                    "weights that another trainer of rank 0 begins with. Make them in the same order in all processes"
+                )
 
     def lay_out(self, trainable: Named) -> tuple[dict[str, torch.Tensor], Parts]:
         """Makes the buckets, in memory that neighbours can map."""
@@ -66,9 +84,9 @@ class DataParallel(Strategy):
         self.buckets = Buckets(trainable, self.world_size, self._bucket_bytes, memory)
         return self.buckets.views, Parts()
 
-    def started(self, dtypes: Mapping[str, str]) -> None:
-        """Keeps the dtypes."""
-        self._dtypes = dtypes
+    def started(self, dtypes: Mapping[str, str], compared: Callable[[], dict[str, Any]]) -> None:
+        """Keeps what the first update compares."""
+        self._dtypes, self._compared_step = dtypes, compared
 
     def meet(self, arrival: Arrival) -> Meeting:
         """Exchanges one row of numbers, and more if the processes differ."""
@@ -78,7 +96,7 @@ class DataParallel(Strategy):
             self._joining.notify()
         names, what = sorted((*present, *changed)), f"the others {KINDS[kind]}"
         row = Row(
-            *(number_of(kind), float(self.stop_asked), float(self._compared), step),
+            *(number_of(kind), self._number, float(self.stop_asked), float(self._compared), step),
             *(checksum(list(rates)), len(rates), checksum(names), share.weight, share.unit, share.scale),
         )
         rows = [Row(*values) for values in self.processes.exchange(what, row)]
@@ -88,6 +106,8 @@ class DataParallel(Strategy):
         kind, rate_count = rows[doer].kind, int(rows[doer].rate_count)
         if kind in ("update", "step", "pass") and not all(row.compared for row in rows):
             self._compare_start()
+        if kind in ("state", "model"):
+            self._compare_weights()
         if len({row.names for row in rows}) > 1:
             union = self._united(what, names)
             present, changed = union & self.buckets.views.keys(), union - self.buckets.views.keys()
@@ -174,14 +194,18 @@ class DataParallel(Strategy):
         return {name: view for name, view in self.buckets.views.items() if name in meeting.present}, share
 
     def _compare_start(self) -> None:
-        """Compares the first batch's dtypes and the weights, and maps the memory of neighbours' gradients."""
+        """Compares the first batch's dtypes, the weights and the step, and maps the memory of neighbours' gradients."""
         self._compared = True
-        sums = {name: f"{zlib.crc32(_bytes(value)):08x}" for name, value in self._trainable.items()}
-        check_traits(
-            self.processes, {"the dtypes of the first batch": self._dtypes, "the checksums of the weights": sums}
-        )
+        check_traits(self.processes, {"the dtypes of the first batch": self._dtypes})
+        self._compare_weights()
+        check_steps(self.processes, self._compared_step())
         if self._shared is not None:
             self.buckets.see(self.processes.share("the memory of the others", self._shared))
+
+    def _compare_weights(self) -> None:
+        """Compares the weights, which training keeps equal to the last bit; the user may have changed some."""
+        sums = {name: f"{zlib.crc32(_bytes(value)):08x}" for name, value in self._trainable.items()}
+        check_traits(self.processes, {"the checksums of the weights": sums or None})
 
     def _prepare(self, meeting: Meeting, gradients: Named) -> Share:
         """Prepares the buckets for the reduction; returns the share that the result represents."""

@@ -45,6 +45,8 @@ class Processes:
         control: The group for messages.
         group: The group for tensors.
         neighbours: Connections to the other processes if all run on this machine; else None.
+        trainers: For each trainer, in the order in which they were made, what identifies the weights that each process
+            gave it, by rank.
     """
 
     neighbours: Neighbours | None = None
@@ -52,6 +54,7 @@ class Processes:
     def __init__(self, device: torch.device, timeout: float) -> None:
         self.size, self.rank = dist.get_world_size(), dist.get_rank()
         self.timeout = timeout
+        self.trainers: list[list[float]] = []
         limit = timedelta(seconds=timeout)
         try:
             self.control = dist.new_group(backend="gloo", timeout=limit)

@@ -134,6 +134,14 @@ class ModelSource(ABC):
         """The notes of the last export, for :meth:`leave`; None if its runs leave nothing outside."""
         return None
 
+    def compared(self) -> dict[str, Any]:
+        """Returns what the first training graph computes and depends on, for several processes to compare.
+
+        These are texts: ``conditions`` on sizes and values, ``operators`` by name, and ``values`` outside tensors by
+        place. It is empty for an ONNX model, and where processes may differ by purpose.
+        """
+        return {}
+
     def leave(self, notes: Any, tensors: Sequence[torch.Tensor]) -> None:  # noqa: B027 - optional to override
         """Leaves outside, in attributes, containers or variables, what a training step of the model leaves there.
 

@@ -780,7 +780,8 @@ class TrainingLoop:
         with uninterrupted():
             self._executor = executor
             self.graphs.started(executor, batch)
-            self.strategy.started({name: str(value.dtype) for name, value in batch.items()})
+            dtypes = {name: str(value.dtype) for name, value in batch.items()}
+            self.strategy.started(dtypes, self.source.compared)
         return plan
 
     def _release_shown(self, executor: Executor) -> None:

@@ -306,11 +306,12 @@ class Strategy:
         """Returns the required gradient memory by parameter name, if any, and the parts that this process updates."""
         return {}, Parts()
 
-    def started(self, dtypes: Mapping[str, str]) -> None:
-        """Records the dtypes of the first batch; the next :meth:`meet` for an update compares them.
+    def started(self, dtypes: Mapping[str, str], compared: Callable[[], dict[str, Any]]) -> None:
+        """Records the start of training; the next :meth:`meet` for an update compares it.
 
         Args:
-            dtypes: Dtypes by input name.
+            dtypes: Dtypes of the first batch by input name.
+            compared: Returns what the first training graph computes, as ``ModelSource.compared`` does.
         """
 
     def meet(self, arrival: Arrival) -> Meeting:

@@ -130,6 +130,54 @@ def other_method(rank: int) -> None:
     trainer.state_dict() if rank == 1 else trainer.train_step(*BATCH)
 
 
+class Varied(Widened):
+    """Its forward pass depends on a number, and on the number of rows."""
+
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self.rate = rate
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.dropout(super().forward(x if x.shape[0] < 5 else x.relu()), self.rate)
+
+
+@case
+def other_number(rank: int) -> None:
+    make(net=Varied(0.1 if rank == 1 else 0.5)).train_step(*BATCH)
+
+
+@case
+def other_sizes(rank: int) -> None:
+    """Another number of rows takes another branch, so the graphs can't be compared."""
+    x, label = (value.repeat(2, *[1] * (value.dim() - 1)) if rank == 1 else value for value in BATCH)
+    make(net=Varied(0.5)).train_step(x, label)
+
+
+@case
+def other_trainer(rank: int) -> None:
+    first, second = make(), make()
+    (second if rank == 1 else first).train_step(*BATCH)
+
+
+@case
+def other_order(rank: int) -> None:
+    nets = [Widened(), Widened()]
+    nn.init.zeros_(nets[1].net.weight)
+    for net in reversed(nets) if rank == 1 else nets:
+        make(net=net)
+
+
+@case
+def other_weights_later(rank: int) -> None:
+    net = Widened()
+    trainer = make(net=net)
+    trainer.train_step(*BATCH)
+    if rank == 1:
+        nn.init.zeros_(net.net.bias)
+    trainer.train_step(*BATCH)
+    trainer.state_dict()
+
+
 @case
 def joins_not(rank: int) -> None:
     trainer = make(timeout=5)

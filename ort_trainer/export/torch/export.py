@@ -31,7 +31,7 @@ from .capture.branches import ValuesAsked
 from .capture.call import ExportedCall
 from .capture.capture import Capture, capture
 from .capture.eager import random_state_kept
-from .capture.fingerprint import NoFingerprint, fingerprint
+from .capture.fingerprint import NoFingerprint, fingerprint, outline
 from .capture.index_ranges import find_index_ranges, reads_values
 from .capture.step_module import ExportedStep
 from .fx.explain import forward_line, may_be_sizes
@@ -115,6 +115,7 @@ class _Exporter:
         self._module = step.module()
         self._module.leaves = step.carries and (training or isinstance(step, ExportedCall))
         self._held: dict[str, str] = {}  # symbolic dimension captured with the sample's size -> reason
+        self._outline: Mapping[str, str] = {}
         self._key = ""  # in the cache; empty for what can't be cached
         self._remarks: list[str] = []
         self._problems: list[str] = []
@@ -161,8 +162,10 @@ class _Exporter:
                     "inputs that requires grad, which a graph computes for these alone: make it a parameter or an input"
                 )
         read = tuple(name for name, part in self._module.named_modules() if id(part) in recorder.modes)
-        notes = recorder.notes(export.step.state).to_json() if self._step.carries else None
-        return dataclasses.replace(export, modes_read=read, notes=notes)
+        if not self._step.carries:
+            return dataclasses.replace(export, modes_read=read)
+        notes = dataclasses.replace(recorder.notes(export.step.state), outline=self._outline)
+        return dataclasses.replace(export, modes_read=read, notes=notes.to_json())
 
     def _flat_graph(self) -> Export | FlatGraph:
         """Captures and differentiates the step, with another size for symbolic dimensions of size 1 in the sample.
@@ -183,6 +186,7 @@ class _Exporter:
             self._stage("capture")
             try:
                 captured = self._captured(stand_in)
+                self._outline = outline(captured) if self._step.joint else {}
                 cached = self._cached(captured)
                 if cached is not None:
                     return cached

@@ -50,6 +50,7 @@ class TorchSource(ModelSource):
         _check_model(model)
         self.inputs = list(signature_of(model.forward).parameters)
         self._model, self._loss_fn, self._options = model, loss_fn, options
+        self._joint = False
         named = dict(model.named_parameters(remove_duplicate=False))
         check_names(list(named), optim_config, options)
         self._check_options(optim_config)
@@ -81,6 +82,7 @@ class TorchSource(ModelSource):
 
     def check_joint(self) -> None:
         """Checks that no module communicates with other processes during a pass; see the base class."""
+        self._joint = True
         layers = [path for path, module in self._model.named_modules() if isinstance(module, nn.SyncBatchNorm)]
         if layers:
             raise ValueError(
@@ -103,6 +105,10 @@ class TorchSource(ModelSource):
     def notes(self) -> Any:
         """The notes of the last export; see the base class."""
         return self._guard.notes
+
+    def compared(self) -> dict[str, Any]:
+        """Returns the operators that were captured, and what they depend on; see the base class."""
+        return self._guard.compared
 
     def leave(self, notes: Any, tensors: Sequence[torch.Tensor]) -> None:
         """Leaves what the model and the loss leave outside; see the base class."""
@@ -233,6 +239,7 @@ class TorchSource(ModelSource):
             carries=not portable,
             numbers=frozenset() if portable else frozenset(self._guard.numbers),
             tables=self._guard.tables,
+            joint=self._joint,
         )
         return GraphBuilder(
             step,

@@ -34,6 +34,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ....engine.ort import engine_identity
+from ....engine.programs.collectives import COLLECTIVES
 from ...cache import SOURCES_AT_IMPORT, hash_of_sources
 from ..fx.symbols import is_choice_of_library
 from ..operators.registry import is_extended
@@ -41,11 +42,11 @@ from ..outside.values import memory_of
 from .capture import Capture
 from .step_module import ExportedStep, StepModule, canonical_names, content_of
 
-__all__ = ["NoFingerprint", "fingerprint"]
+__all__ = ["NoFingerprint", "fingerprint", "outline"]
 
 # PyTorch's own operators, whose behavior follows from its version. The backward pass of others may be defined anywhere,
 # perhaps in the user's script.
-_NAMESPACES = frozenset({"aten", "prim", "prims"})
+_NAMESPACES = frozenset({"aten", "prim", "prims", COLLECTIVES, f"{COLLECTIVES}_autograd"})
 _LIBRARIES = (
     *("torch", "onnx", "onnxscript", "onnx_ir", "networkx", "numpy"),
     *("onnxruntime", "onnxruntime-training", "onnxruntime-training-cpu"),
@@ -94,6 +95,31 @@ def fingerprint(
         digest.update(line.encode())
         digest.update(b"\n")
     return digest.hexdigest()
+
+
+def outline(captured: Capture) -> dict[str, str]:
+    """Returns the operators of a captured step as texts by name, to compare them with those of another process.
+
+    It has the key ``""`` for the conditions on sizes and values: only programs with the same ones can be compared. It
+    is empty if the program can't be serialized, or has collective operations, whose processes may have parts of their
+    own in the loss.
+    """
+    nodes = [node for node in captured.exported.graph_module.graph.nodes if node.op == "call_function"]
+    if any(str(node.target).startswith(COLLECTIVES) for node in nodes):
+        return {}
+    try:
+        lines = {node.name: _call(node) for node in nodes}
+        conditions = [*_sizes(captured), f"assumptions {list(captured.assumptions)}"]
+    except NoFingerprint:
+        return {}
+    return {"": hashlib.sha256("\n".join(conditions).encode()).hexdigest(), **lines}
+
+
+def _call(node: torch.fx.Node) -> str:
+    """Returns a call as text for messages, which is the same in every process."""
+    _value(node.args), _value(node.kwargs)  # raises if the text of an object may have its address
+    arguments = [*map(str, node.args), *(f"{name}={value}" for name, value in node.kwargs.items())]
+    return f"{_function(node.target)}({', '.join(arguments)})"
 
 
 def _environment() -> Iterator[str]:

@@ -94,6 +94,7 @@ class ExportedStep:
         numbers: Places of numbers that change from run to run.
         tables: Places of tables that depend on sizes alone, and what was there before the first run.
         answers: What a run of the step in PyTorch has read of values; None if there was none.
+        joint: Whether several processes train it, and compare what they have captured.
     """
 
     model: nn.Module
@@ -117,6 +118,7 @@ class ExportedStep:
     numbers: frozenset[Place] = frozenset()
     tables: Mapping[Place, Any] = dataclasses.field(default_factory=dict)
     answers: Answers | None = None
+    joint: bool = False
 
     def autocast_for(self, sample: Sequence[torch.Tensor]) -> torch.autocast:
         """Returns PyTorch's autocast context for a sample's device, disabled without mixed precision."""

@@ -55,6 +55,7 @@ class Guard:
         memory: The model's own tensors, if the trainer works on them.
         carried: The state that graphs leave outside tensors and read again.
         notes: Those of the last export; None if its runs leave nothing outside.
+        compared: What processes that train together compare; see ``ModelSource.compared``.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class Guard:
         self._reads = Reads(self._root)
         self.carried = CarriedState(self._root)
         self.notes: Notes | None = None
+        self.compared: dict[str, Any] = {}
         self.memory = SharedTensors(model, self._model) if share else None
 
     def check(self, training: bool) -> tuple[Hashable, Named]:
@@ -86,6 +88,11 @@ class Guard:
         self._reads.add(notes)
         self.carried.note(notes)
         self.notes = notes if notes.leftovers.writes else None
+        if training and notes.outline and not self.compared:
+            operators = dict(notes.outline)
+            conditions = operators.pop("")
+            values = self._reads.shown(notes)
+            self.compared = {"conditions": conditions, "operators": operators, "values": values}
 
     def leave(self, notes: Notes, tensors: Sequence[torch.Tensor]) -> None:
         """Leaves what a training step leaves outside."""

@@ -139,6 +139,16 @@ class Reads:
         self.carries = self.carries or bool(notes.tensors or notes.scalars)
         self._compile()
 
+    def shown(self, notes: Notes) -> dict[str, str]:
+        """Returns the numbers, strings and bools on which an export that was made now depends, as texts by place."""
+        stand_ins = {place: self._value(self._index(place)) for place in notes.reads}
+        plain = (bool, int, float, str, type(None))
+        return {
+            described(place): _shown(value)
+            for place, value in stand_ins.items()
+            if isinstance(value, tuple) and value[0] in plain
+        }
+
     def carried(self, owned: bool = True) -> Mapping[str, torch.Tensor]:
         """Returns the tensors from outside that graphs of the current variant take and that are new, by name.
 

@@ -27,6 +27,7 @@ class Notes:
         tables: Places where a run leaves a tensor that depends on sizes alone, such as a mask that is made when it is
             first needed: what a run has left there counts as what was there before.
         settled: A place in ``reads`` -> what a run leaves there, for which the graph is the same.
+        outline: The captured operators, where several processes compare them.
         result: The module's return value, encoded; None if it can't be encoded.
     """
 
@@ -38,6 +39,7 @@ class Notes:
     result: Code | None = None
     tables: tuple[Place, ...] = ()
     settled: tuple[tuple[Place, Any], ...] = ()
+    outline: Mapping[str, str] = field(default_factory=dict)
 
     def to_json(self) -> Any:
         """Returns the notes as JSON values."""
@@ -56,6 +58,7 @@ class Notes:
             fields["result"],
             tuple(map(_place, fields["tables"])),
             tuple((_place(place), value) for place, value in fields["settled"]),
+            fields["outline"],
         )
 
 
