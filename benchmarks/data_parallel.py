@@ -57,7 +57,6 @@ class Kind:
         torch: Whether PyTorch trains instead of ``ORTTrainer``.
         sharded: Whether ``ZeroRedundancyOptimizer`` is used.
         bucket: The size of a bucket in MB.
-        network: Whether processes send over TCP, as between machines, instead of sharing memory.
     """
 
     size: int = 2
@@ -67,17 +66,14 @@ class Kind:
     torch: bool = False
     sharded: bool = False
     bucket: float = 25
-    network: bool = False
 
 
 ALONE, OURS, DDP = "ort_trainer, 1 process", "ort_trainer, 2 processes", "DDP, 2 processes"
-OVER_TCP = f"{OURS}, over TCP"
 EAGER = "eager, 1 process"
 ZERO = {"deepspeed_zero_optimization": {"stage": 1}}
 KINDS = {
     ALONE: Kind(size=1),
     OURS: Kind(),
-    OVER_TCP: Kind(network=True),
     f"{OURS}, ZeRO-1": Kind(distributed=ZERO),
     "ort_trainer, 1 process of 2 threads, twice the batch": Kind(size=1, threads=2, batch=2),
     EAGER: Kind(size=1, torch=True),
@@ -85,7 +81,7 @@ KINDS = {
     f"{DDP}, buckets of 4 MB": Kind(torch=True, bucket=4),
     f"{DDP}, ZeroRedundancyOptimizer": Kind(torch=True, sharded=True),
 }
-# Over TCP, what a process should send, as a multiple of (N - 1) / N of the gradients.
+# What a process should send, as a multiple of (N - 1) / N of the gradients.
 SENT: dict[str, tuple[dict[str, Any], str, Callable[[int], float]]] = {
     "all gradients": ({}, "2 (N - 1) / N", lambda size: 2 * (size - 1) / size),
     "in bfloat16": ({"reduce_dtype": "bfloat16"}, "(N - 1) / N", lambda size: (size - 1) / size),
@@ -106,10 +102,6 @@ def part_of(batch: tuple[Any, ...], kind: Kind) -> tuple[Any, ...]:
 
 def ort_rank(row: str, kind: Kind) -> Rank:
     """Returns the training of a process by ort_trainer."""
-    from ort_trainer.distributed import processes
-
-    if kind.network:
-        processes.connect = lambda *_: None  # type: ignore[attr-defined]
     training = ort_training(ROWS[row], distributed=kind.distributed, batch=lambda batch: part_of(batch, kind))
     loop = training.trainer._loop
 
@@ -173,7 +165,7 @@ class Survey(Training):
         found: Profile = {"all_reduces": _all_reduces(), "sent": {}, "refused": {}}
         for name, (distributed, _, _) in SENT.items():
             try:
-                rank = ort_rank("mlp", Kind(network=True, distributed=distributed))
+                rank = ort_rank("mlp", Kind(distributed=distributed))
             except ValueError as error:
                 found["refused"][name] = str(error)
                 continue
@@ -288,14 +280,13 @@ def waiting_lines(row: str, results: Mapping[str, Result], fit: Fit) -> list[str
         else:
             shares = [found[part] for part in ("wait", "messages", "reduce", "spread")]
             parts = [*(f"{part * 1e3:.3g} ({part / found['step']:.0%})" for part in shares), "-"]
-        shares_memory = not kind.torch and not kind.network
         # On gloo, all processes get the complete sums; ZeRO-1 then sends the weights, which is half a ring.
         foretold = fit.seconds(kind.size, found["gradients"]) * (1.5 if kind.sharded or kind.distributed else 1)
-        alone = None if shares_memory else results.get(EAGER if kind.torch else ALONE)
+        alone = results.get(EAGER if kind.torch else ALONE)
         step = "-" if alone is None else f"{(alone.median + foretold) * 1e3:.4g}"
         lines.append(
             f"| {ROWS[row].label} | {name} | {found['step'] * 1e3:.4g} | {' | '.join(parts)} | "
-            f"{'-' if shares_memory else f'{foretold * 1e3:.3g}'} | {step} |"
+            f"{foretold * 1e3:.3g} | {step} |"
         )
     return lines
 

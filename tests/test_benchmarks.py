@@ -125,7 +125,7 @@ def test_ranks_do_the_same_and_end_together(failing: str) -> None:
 @pytest.mark.slow
 def test_what_two_processes_send_and_wait_for(tmp_path: Path) -> None:
     turns, script = importlib.import_module("turns"), importlib.import_module("data_parallel")
-    names = (script.OVER_TCP, script.DDP)
+    names = (script.OURS, script.DDP)
     contenders = {name: script.contender(name, "mlp", str(tmp_path)) for name in (*names, script.SURVEY)}
     results, died = turns.measure(contenders, steps=2, rounds=1, starts=1, profiled=3)
     survey = results.pop(script.SURVEY).profile
@@ -136,7 +136,7 @@ def test_what_two_processes_send_and_wait_for(tmp_path: Path) -> None:
         assert found["gradients"] == gradients and len(found["sent"]) == 2
         # Each of two processes sends the gradients once, and some messages.
         assert all(1 < sent / gradients < 1.05 for sent in found["sent"])
-    ours = results[script.OVER_TCP].profile
+    ours = results[script.OURS].profile
     assert 0 < ours["reduce"] < ours["step"] and ours["messages"] > 0 and ours["wait"] >= 0
     fit, line = script.fitted(2, survey["all_reduces"])
     sent = script.sent_lines(2, survey["sent"])

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
 from ..optim.parts import Named
 
-__all__ = ["Bucket", "Buckets", "grouped", "room_for"]
+__all__ = ["Bucket", "Buckets", "grouped"]
 
 # The alignment of gradients in bytes, for vectorized kernels.
 _ALIGNMENT = 64
@@ -23,13 +23,11 @@ class Bucket:
         flat: The tensor; its size is divisible by the number of processes. Elements outside all gradients are zero.
         offsets: Parameter name -> offset of its gradient, in elements.
         views: Parameter name -> its gradient, a view.
-        of_all: The flat tensors of all processes, by rank, if they share memory; else none.
     """
 
     flat: torch.Tensor
     offsets: dict[str, int]
     views: dict[str, torch.Tensor]
-    of_all: Sequence[torch.Tensor] = ()
 
     def view_in(self, flat: torch.Tensor, name: str) -> torch.Tensor:
         """Returns the view of a parameter's gradient in another tensor of this size."""
@@ -50,14 +48,12 @@ class Buckets:
         parameters: The trained parameters by name.
         processes: The number of processes, by which the size of each bucket must be divisible.
         limit: The maximum bytes of a bucket; a larger gradient gets its own bucket.
-        memory: Zeros for them, as uint8, at least :func:`room_for` many; None to allocate each bucket.
 
     Attributes:
         views: Parameter name -> its gradient, a view.
     """
 
-    def __init__(self, parameters: Named, processes: int, limit: int, memory: torch.Tensor | None = None) -> None:
-        self._memory, self._used = memory, 0
+    def __init__(self, parameters: Named, processes: int, limit: int) -> None:
         self._buckets = [
             self._bucket({name: parameters[name] for name in names}, processes) for names in grouped(parameters, limit)
         ]
@@ -66,12 +62,6 @@ class Buckets:
     def __iter__(self) -> Iterator[Bucket]:
         return iter(self._buckets)
 
-    def see(self, memories: Sequence[torch.Tensor]) -> None:
-        """Sets the buckets' ``of_all`` to places in the memories of all processes, by rank."""
-        for bucket in self:
-            begin = bucket.flat.storage_offset() * bucket.flat.element_size()
-            bucket.of_all = [memory[begin : begin + bucket.flat.nbytes].view(bucket.flat.dtype) for memory in memories]
-
     def _bucket(self, parameters: Named, processes: int) -> Bucket:
         """Returns a bucket of zeros for parameters of one dtype and device."""
         offsets: dict[str, int] = {}
@@ -79,28 +69,16 @@ class Buckets:
         for name, parameter in parameters.items():
             offsets[name] = _aligned(size, parameter.element_size())
             size = offsets[name] + parameter.numel()
-        flat = self._flat(-(-size // processes) * processes, next(iter(parameters.values())))
+        like = next(iter(parameters.values()))
+        flat = torch.zeros(-(-size // processes) * processes, dtype=like.dtype, device=like.device)
         views = {
             name: flat[offset : offset + parameters[name].numel()].view(parameters[name].shape)
             for name, offset in offsets.items()
         }
         return Bucket(flat, offsets, views)
 
-    def _flat(self, size: int, like: torch.Tensor) -> torch.Tensor:
-        """Returns zeros for a bucket, from the shared memory if there is any."""
-        if self._memory is None:
-            return torch.zeros(size, dtype=like.dtype, device=like.device)
-        begin, self._used = self._used, _aligned(self._used + size * like.element_size())
-        return self._memory[begin : begin + size * like.element_size()].view(like.dtype)
 
-
-def room_for(parameters: Named, processes: int) -> int:
-    """Returns bytes that are enough for the buckets of parameters."""
-    # Every parameter may begin a bucket, and every bucket's size is rounded up.
-    return sum(_aligned(tensor.nbytes) + _aligned(processes * tensor.element_size()) for tensor in parameters.values())
-
-
-def _aligned(size: int, itemsize: int = 1) -> int:
+def _aligned(size: int, itemsize: int) -> int:
     """Rounds up a number of elements."""
     step = max(1, _ALIGNMENT // itemsize)
     return -(-size // step) * step

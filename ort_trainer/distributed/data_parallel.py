@@ -17,8 +17,7 @@ from ..core.errors import DistributedError
 from ..optim.parts import Named, Parts
 from ..train.strategy import Arrival, Meeting, Share, Strategy
 from .agreement import FOLLOW, KINDS, Row, check_rows, check_steps, check_traits, checksum, number_of
-from .buckets import Buckets, grouped, room_for
-from .neighbours import SharedMemory
+from .buckets import Buckets, grouped
 from .processes import Processes
 from .reduction import WHAT, Reduction
 
@@ -46,7 +45,6 @@ class DataParallel(Strategy):
         self._number = 0
         self._compared = True
         self._joining: _Joining | None = None
-        self._shared: SharedMemory | None = None
 
     def begin(self, tensors: Named, traits: Mapping[str, Any], seed: int) -> int:
         """Compares the traits by checksums, sends the tensors and seed of rank 0, and derives the rank's seed."""
@@ -76,12 +74,9 @@ class DataParallel(Strategy):
                 )
 
     def lay_out(self, trainable: Named) -> tuple[dict[str, torch.Tensor], Parts]:
-        """Makes the buckets, in memory that neighbours can map."""
+        """Makes the buckets."""
         self._trainable, self._compared = trainable, False
-        if self.processes.neighbours is not None and all(value.device.type == "cpu" for value in trainable.values()):
-            self._shared = SharedMemory(room_for(trainable, self.world_size))
-        memory = None if self._shared is None else self._shared.tensor
-        self.buckets = Buckets(trainable, self.world_size, self._bucket_bytes, memory)
+        self.buckets = Buckets(trainable, self.world_size, self._bucket_bytes)
         return self.buckets.views, Parts()
 
     def started(self, dtypes: Mapping[str, str], compared: Callable[[], dict[str, Any]]) -> None:
@@ -194,13 +189,11 @@ class DataParallel(Strategy):
         return {name: view for name, view in self.buckets.views.items() if name in meeting.present}, share
 
     def _compare_start(self) -> None:
-        """Compares the first batch's dtypes, the weights and the step, and maps the memory of neighbours' gradients."""
+        """Compares the first batch's dtypes, the weights and the step."""
         self._compared = True
         check_traits(self.processes, {"the dtypes of the first batch": self._dtypes})
         self._compare_weights()
         check_steps(self.processes, self._compared_step())
-        if self._shared is not None:
-            self.buckets.see(self.processes.share("the memory of the others", self._shared))
 
     def _compare_weights(self) -> None:
         """Compares the weights, which training keeps equal to the last bit; the user may have changed some."""

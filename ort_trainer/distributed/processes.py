@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import itertools
 import time
-from array import array
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -16,7 +15,6 @@ import torch.distributed as dist
 from ..core.errors import DistributedError
 from ..core.interrupts import insisted
 from .missing import Notes, find_missing
-from .neighbours import Neighbours, SharedMemory, connect
 
 __all__ = ["Processes", "all_gather", "reduce_scatter"]
 
@@ -44,12 +42,9 @@ class Processes:
         rank: The rank of this process.
         control: The group for messages.
         group: The group for tensors.
-        neighbours: Connections to the other processes if all run on this machine; else None.
         trainers: For each trainer, in the order in which they were made, what identifies the weights that each process
             gave it, by rank.
     """
-
-    neighbours: Neighbours | None = None
 
     def __init__(self, device: torch.device, timeout: float) -> None:
         self.size, self.rank = dist.get_world_size(), dist.get_rank()
@@ -70,30 +65,14 @@ class Processes:
         start = "the start of the other processes"
         begin = self.exchange(start, [time.time()])[0][0]
         self._notes = Notes(self.control, str(begin))
-        self.neighbours = self.run(
-            start, lambda: connect(self.rank, self.size, timeout, lambda data: self.gather(start, data))
-        )
 
     def exchange(self, what: str, values: Sequence[float]) -> list[list[float]]:
         """Returns the numbers of all processes, by rank; each must pass the same count."""
-        if self.neighbours is not None:
-            return self._messages(what, self.neighbours, values)
         row = torch.tensor(values, dtype=torch.float64)
         gathered = torch.empty(self.size * len(values), dtype=torch.float64)
         self.all_gather(what, gathered, row)
         rows: list[list[float]] = gathered.view(self.size, -1).tolist()
         return rows
-
-    def meet(self, what: str) -> None:
-        """Waits until all processes, which must be neighbours, have come to this point."""
-        assert self.neighbours is not None
-        self._messages(what, self.neighbours, [0.0])
-
-    def share(self, what: str, memory: SharedMemory) -> list[torch.Tensor]:
-        """Returns the memory of all processes, which must be neighbours, by rank; see ``Neighbours.share``."""
-        neighbours = self.neighbours
-        assert neighbours is not None
-        return self.run(what, lambda: neighbours.share(memory, self._may_wait))
 
     def gather(self, what: str, data: bytes) -> list[bytes]:
         """Returns the data of all processes, by rank."""
@@ -180,17 +159,6 @@ class Processes:
         """Returns the group in which a tensor is sent."""
         group: dist.ProcessGroup = self.control if tensor.device.type == "cpu" else self.group
         return group
-
-    def _messages(self, what: str, neighbours: Neighbours, values: Sequence[float]) -> list[list[float]]:
-        """Returns the numbers of all processes, by rank, exchanged between neighbours."""
-
-        def exchange() -> list[list[float]]:
-            messages = neighbours.exchange(array("d", values).tobytes(), self._may_wait)
-            if len({len(data) for data in messages}) > 1:
-                raise RuntimeError("the processes have sent each other different messages")
-            return [array("d", data).tolist() for data in messages]
-
-        return self.run(what, exchange)
 
     def _may_wait(self, count: int) -> bool:
         """Returns whether to go on waiting after a number of slices; not if interrupted, or if another has given up."""

@@ -14,8 +14,6 @@ from .processes import Processes, reduce_scatter
 
 __all__ = ["WHAT", "Adasum", "Reduction", "Sum"]
 
-# The number of elements that are summed at a time, so that they stay in the processor's cache.
-_BLOCK = 2**16
 WHAT = "the gradients of the other processes"
 """What a process waits for during a reduction, for messages."""
 
@@ -54,10 +52,7 @@ class Sum(Reduction):
         self._processes, self._dtype = processes, dtype
 
     def reduce(self, buckets: Sequence[Bucket], scatter: bool = False) -> None:
-        """Sums all buckets, concurrently if they are sent."""
-        if self._dtype is None and buckets and all(bucket.of_all for bucket in buckets):
-            self._sum_in_place(buckets, scatter)
-            return
+        """Sums all buckets, concurrently."""
         sent = [self._sent(bucket.flat) for bucket in buckets]
         started = [self._processes.run(WHAT, functools.partial(self._start, tensor, scatter)) for tensor in sent]
         for tensor, work in zip(sent, started, strict=True):
@@ -65,20 +60,6 @@ class Sum(Reduction):
         for bucket, tensor in zip(buckets, sent, strict=True):
             if tensor is not bucket.flat:
                 bucket.flat.copy_(tensor).mul_(self._processes.size)
-
-    def _sum_in_place(self, buckets: Sequence[Bucket], scatter: bool) -> None:
-        """Sums this process's part of each bucket in the memory of all, and writes it there."""
-        rank, size = self._processes.rank, self._processes.size
-        self._processes.meet(WHAT)
-        for bucket in buckets:
-            parts = [flat.chunk(size)[rank] for flat in bucket.of_all]
-            for first, *others in zip(*(torch.split(part, _BLOCK) for part in parts), strict=True):
-                total = first + others[0]
-                for other in others[1:]:
-                    total += other
-                for part in [(first, *others)[rank]] if scatter else (first, *others):
-                    part.copy_(total)
-        self._processes.meet(WHAT)
 
     def _sent(self, flat: torch.Tensor) -> torch.Tensor:
         """Returns the tensor to send: the given one, or a divided copy in the narrower dtype."""

@@ -78,15 +78,7 @@ class ShardedOptimizer(DataParallel):
         for name, part in own_parts.items():
             first, last = self._parts.ranges[name]
             flat[bucket.offsets[name] + first : bucket.offsets[name] + last] = part
-        parts = flat.chunk(self.world_size)
-        if flat is bucket.flat and bucket.of_all:
-            self.processes.meet(WHAT)
-            for rank, other in enumerate(bucket.of_all):
-                if rank != self.world_rank:
-                    parts[rank].copy_(other.chunk(self.world_size)[rank])
-            self.processes.meet(WHAT)  # before the next step overwrites what others read
-        else:
-            self.processes.all_gather(WHAT, flat, parts[self.world_rank])
+        self.processes.all_gather(WHAT, flat, flat.chunk(self.world_size)[self.world_rank])
 
 
 class _OwnParts(Parts):

@@ -12,8 +12,7 @@ import torch
 from torch import nn
 
 from ort_trainer import ORTTrainer, ORTTrainerOptions, optim
-from ort_trainer.distributed.buckets import Buckets, room_for
-from ort_trainer.distributed.neighbours import SharedMemory
+from ort_trainer.distributed.buckets import Buckets
 from ort_trainer.distributed.reduction import Sum
 
 LOSS = nn.CrossEntropyLoss()
@@ -307,22 +306,18 @@ def dropout(rank: int, size: int) -> dict[str, Any]:
 
 
 def sums(rank: int, size: int) -> dict[str, Any]:
-    """Sums of two buckets, in shared memory or sent in several dtypes: numbers whose sum overflows fp16."""
+    """Sums of two buckets, sent in several dtypes: numbers whose sum overflows fp16."""
     trainer = make(optim.SGDConfig(lr=0.1))
     together = trainer.loop.strategy.processes  # type: ignore[attr-defined]
     like = {name: torch.empty(shape) for name, shape in {"a": (5, 3), "b": (7,), "c": ()}.items()}
     found = {}
-    for dtype in ("shared", None, torch.float16, torch.bfloat16):
+    for dtype in (None, torch.float16, torch.bfloat16):
         for scatter in (False, True):
             buckets = Buckets(like, size, 64)
-            if dtype == "shared" and together.neighbours is not None:
-                memory = SharedMemory(room_for(like, size))
-                buckets = Buckets(like, size, 64, memory.tensor)
-                buckets.see(together.share("the others", memory))
             assert len(list(buckets)) == 2
             for number, view in enumerate(buckets.views.values()):
                 view.fill_(40000.0 - 100 * rank - 10000 * number)
-            Sum(together, None if dtype == "shared" else dtype).reduce(list(buckets), scatter)
+            Sum(together, dtype).reduce(list(buckets), scatter)
             for bucket in buckets:
                 for owner, chunk in enumerate(bucket.flat.chunk(size)):
                     if scatter and owner != rank:  # undefined

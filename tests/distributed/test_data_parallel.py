@@ -129,13 +129,13 @@ def test_dropout_masks_follow_from_rank_and_seed() -> None:
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
-@pytest.mark.parametrize("dtype", ["shared", "None", "float16", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["None", "float16", "bfloat16"])
 @pytest.mark.parametrize("scatter", [False, True])
 def test_sums_do_not_overflow(size: int, dtype: str, scatter: bool) -> None:
     parts = [found[f"{dtype}.{scatter}"] for found in world(size)["sums"]]
     together = [sum(parts)] if scatter else parts  # each has its part, and zeros
     wanted = [size * (40000.0 - 10000 * number) - 100 * sum(range(size)) for number in range(3)]
-    rtol = {"shared": 0.0, "None": 0.0, "float16": 1e-3, "bfloat16": 1e-2}[dtype]
+    rtol = {"None": 0.0, "float16": 1e-3, "bfloat16": 1e-2}[dtype]
     for found in together:
         np.testing.assert_allclose(found, np.repeat(wanted, [15, 7, 1]), rtol=rtol)
 
