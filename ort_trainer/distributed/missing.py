@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-__all__ = ["ADVICE", "Notes", "find_missing"]
+__all__ = ["ADVICE", "Notes", "find_missing", "stay"]
 
 Result = TypeVar("Result")
 # Seconds to wait for the store's answer.
@@ -115,14 +115,14 @@ def find_missing(notes: Notes, what: str, seconds: float, patience: float, error
             f"output. {ADVICE}"
         )
     notes.leave("seen", {})
-    _stay(notes, waited)
+    stay(notes, waited)
     return _reason(notes, waited, raised, error)
 
 
-def _stay(notes: Notes, waited: Collection[int]) -> None:
-    """Keeps rank 0 alive until the others have read the notes, which may end with its process."""
+def stay(notes: Notes, readers: Collection[int]) -> None:
+    """Keeps rank 0 alive until other ranks have read the notes, which may end with its process."""
     end = time.monotonic() + _STAY
-    while notes.rank == 0 and time.monotonic() < end and not set(waited) <= set(notes.read("seen")):
+    while notes.rank == 0 and time.monotonic() < end and not set(readers) <= set(notes.read("seen")):
         time.sleep(0.05)
 
 

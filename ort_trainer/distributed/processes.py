@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import itertools
+import sys
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
@@ -14,7 +18,7 @@ import torch.distributed as dist
 
 from ..core.errors import DistributedError
 from ..core.interrupts import insisted
-from .missing import Notes, find_missing
+from .missing import Notes, find_missing, stay
 
 __all__ = ["Processes", "all_gather", "reduce_scatter"]
 
@@ -62,6 +66,7 @@ class Processes:
         self._notes = Notes(self.control, "start")
         self._has_raised = False
         self._failure = ""
+        _living().add(self)
         start = "the start of the other processes"
         begin = self.exchange(start, [time.time()])[0][0]
         self._notes = Notes(self.control, str(begin))
@@ -155,6 +160,13 @@ class Processes:
             self._notes.leave("raised", {"error": text if len(text) < 1000 else f"{text[:1000]}..."})
             self._has_raised = True
 
+    def ended_by(self, error: BaseException) -> None:
+        """Tells the others, who may be waiting, that an error ends this process."""
+        if not self._failure and not isinstance(error, DistributedError):
+            self.leave_note(error)
+            self._notes.end()
+            stay(self._notes, [rank for rank in range(self.size) if rank != self.rank])
+
     def group_of(self, tensor: torch.Tensor) -> dist.ProcessGroup:
         """Returns the group in which a tensor is sent."""
         group: dist.ProcessGroup = self.control if tensor.device.type == "cpu" else self.group
@@ -178,3 +190,18 @@ class Processes:
                 if not self._may_wait(count):
                     raise
         work.wait()  # for a GPU this does not block: later work on the GPU waits
+
+
+@functools.cache
+def _living() -> weakref.WeakSet[Processes]:
+    """Returns the groups that are told of an error outside the trainer which ends this process."""
+    living: weakref.WeakSet[Processes] = weakref.WeakSet()
+    show = sys.excepthook
+
+    def tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        show(kind, error, trace)
+        for processes in list(living):
+            processes.ended_by(error)
+
+    sys.excepthook = tell
+    return living

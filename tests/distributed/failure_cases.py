@@ -10,6 +10,7 @@ import functools
 import math
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -242,6 +243,21 @@ def raises(rank: int) -> None:
             except RuntimeError as error:
                 assert "restart all processes" in str(error) and time.monotonic() - begin < 2
         raise
+
+
+@case
+def raises_outside(rank: int) -> None:
+    """An error of the script, not of the trainer, which ends the process."""
+    trainer = make(timeout=5)
+    trainer.train_step(*BATCH)
+    if rank != 1:
+        trainer.train_step(*BATCH)
+        return
+    try:
+        raise ValueError("of the script")
+    except ValueError:
+        sys.excepthook(*sys.exc_info())
+    wait_for_the_others("raises_outside")
 
 
 @case

@@ -28,6 +28,7 @@ APART = {
 }
 MISSING = {
     "raises": (r"rank 1 raised TypeError: inputs \['label'\] are missing", 5),
+    "raises_outside": (r"rank 1 raised ValueError: of the script", 5),
     "has_no_loss": (r"rank 1 raised FloatingPointError: the loss is nan: debug.max_nonfinite_losses is 1", 5),
     "differs": (r"rank 1 raised VerificationError: step 2 differs .* output 'loss'", 5),
     "cannot_follow": (r"rank 1 raised RuntimeError: .* trainer.join\(\) and can't take part when others load a", 5),
