@@ -433,13 +433,15 @@ class CallGraphs:
 
 def _tensors_in(result: Any, notes: Notes) -> list[torch.Tensor]:
     """Returns the tensors in a result of a module, in the order in which its graphs return them."""
+    tensors: list[torch.Tensor] = []
     if notes.result is not None:
-        tensors: list[torch.Tensor] = []
         encode(result, tensors, {})
-        return tensors
-    named: dict[str, torch.Tensor] = {}
-    flatten("output", result, named, objects=True)
-    return list(named.values())
+    else:
+        named: dict[str, torch.Tensor] = {}
+        flatten("output", result, named, objects=True)
+        tensors += named.values()
+    # What a collective operation returns in PyTorch waits when it is read.
+    return [value.trigger_wait() if hasattr(value, "trigger_wait") else value for value in tensors]
 
 
 def _device_of(tensors: Sequence[torch.Tensor]) -> torch.device:

@@ -197,6 +197,28 @@ def collectives(graphs: bool) -> dict[str, Any]:
     return trained(sharded(graphs, Net(Contrasted)))
 
 
+class Gathered(nn.Linear):
+    """Returns what collective operations return."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        rows = super().forward(x)
+        return all_gather(rows, 0, dist.group.WORLD), all_reduce(rows, "sum", dist.group.WORLD)
+
+
+def returned_collectives(graphs: bool) -> dict[str, Any]:
+    torch.manual_seed(1)
+    layer = Gathered(WIDTH, 12)
+    module = ORTModule(layer, fallback="error") if graphs else layer
+    losses = []
+    for scale in (1.0, 2.0):
+        x = scale * torch.arange(24.0).view(3, WIDTH)
+        gathered, reduced = module(x)
+        loss = gathered.square().mean() + reduced.sin().sum()
+        loss.backward()
+        losses.append(loss.item())
+    return {"losses": losses, "weights": layer.weight.grad.flatten()}
+
+
 def trainer_for(net: nn.Module) -> ORTTrainer:
     options = {"utils": {"grad_norm_clip": False, "kernels": "pytorch"}, "distributed": {"timeout": 60}}
     return ORTTrainer(net, "auto", optim.AdamWConfig(lr=1e-2, weight_decay=0.01), loss_fn=flat_loss, options=options)
@@ -235,7 +257,7 @@ def looped(net: nn.Module, optimizer: torch.optim.Optimizer, tokens_of: Iterable
 
 ARRANGEMENTS: Sequence[Callable[[bool], dict[str, Any]]] = (
     *(layer_by_layer, mixed_precision, offload, lora, accumulation, no_reshard, hybrid, checkpointed, from_meta),
-    *(prefetched, tensor_parallel, collectives, collectives_in_a_trainer),
+    *(prefetched, tensor_parallel, collectives, returned_collectives, collectives_in_a_trainer),
 )
 
 
