@@ -1,4 +1,4 @@
-"""``fully_shard(ORTModule(layer))`` beside ``fully_shard(layer)``, in the arrangements in which people use FSDP2."""
+"""``ORTModule(layer)`` beside the layer in PyTorch's engines for large models: FSDP2, tensor parallelism, pipelines."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from torch.distributed._functional_collectives import all_reduce
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleavedZeroBubble
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
@@ -24,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ort_trainer import ORTModule, ORTTrainer, optim
 
-WIDTH = 8
+WIDTH, CPU = 8, torch.device("cpu")
 all_gather: Any = getattr(_functional_collectives, "all_gather_single_autograd", None)
 all_gather = all_gather or _functional_collectives.all_gather_tensor_autograd  # before torch 2.13
 
@@ -219,6 +220,46 @@ def returned_collectives(graphs: bool) -> dict[str, Any]:
     return {"losses": losses, "weights": layer.weight.grad.flatten()}
 
 
+def pipelined(graphs: bool) -> dict[str, Any]:
+    """Each process has a stage of the layers; micro-batches go forward and backward in turns (1F1B)."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    (stage,) = stages(graphs, size)[rank::size]
+    return scheduled(Schedule1F1B(PipelineStage(stage, rank, size, CPU), 4, flat_loss), [stage])
+
+
+def pipelined_without_bubbles(graphs: bool) -> dict[str, Any]:
+    """Each process has two stages, and computes gradients of weights when it would wait (Qi et al. 2024)."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    own = stages(graphs, 2 * size)[rank::size]
+    parts = [PipelineStage(stage, rank + at * size, 2 * size, CPU) for at, stage in enumerate(own)]
+    return scheduled(ScheduleInterleavedZeroBubble(parts, 4, flat_loss), own)
+
+
+def stages(graphs: bool, count: int) -> list[nn.Module]:
+    torch.manual_seed(1)
+    layers = [nn.Sequential(nn.Embedding(11, WIDTH), Block()), Block(), Block(), nn.Linear(WIDTH, 11)]
+    each = len(layers) // count
+    parts = [nn.Sequential(*layers[at : at + each]) for at in range(0, len(layers), each)]
+    return [ORTModule(part, fallback="error") if graphs else part for part in parts]
+
+
+def scheduled(schedule: Any, own: Sequence[nn.Module]) -> dict[str, Any]:
+    """Trains the stages of this process; the last process returns losses."""
+    parameters = [parameter for stage in own for parameter in stage.parameters()]
+    optimizer = torch.optim.AdamW(parameters, lr=1e-2)
+    found: list[torch.Tensor] = []
+    for tokens in batches(False):
+        tokens = torch.cat([tokens] * 4)
+        if dist.get_rank() == 0:
+            schedule.step(tokens[:, :-1].contiguous())
+        else:
+            schedule.step(target=tokens[:, 1:].contiguous(), losses=found)
+        optimizer.step()
+        optimizer.zero_grad()
+    weights = torch.cat([parameter.detach().flatten() for parameter in parameters])
+    return {"losses": [loss.item() for loss in found], "weights": weights}
+
+
 def trainer_for(net: nn.Module) -> ORTTrainer:
     options = {"utils": {"grad_norm_clip": False, "kernels": "pytorch"}, "distributed": {"timeout": 60}}
     return ORTTrainer(net, "auto", optim.AdamWConfig(lr=1e-2, weight_decay=0.01), loss_fn=flat_loss, options=options)
@@ -258,6 +299,7 @@ def looped(net: nn.Module, optimizer: torch.optim.Optimizer, tokens_of: Iterable
 ARRANGEMENTS: Sequence[Callable[[bool], dict[str, Any]]] = (
     *(layer_by_layer, mixed_precision, offload, lora, accumulation, no_reshard, hybrid, checkpointed, from_meta),
     *(prefetched, tensor_parallel, collectives, returned_collectives, collectives_in_a_trainer),
+    *(pipelined, pipelined_without_bubbles),
 )
 
 

@@ -1,4 +1,4 @@
-"""``ORTModule`` inside FSDP2: the numbers of plain FSDP2."""
+"""``ORTModule`` in PyTorch's engines for large models: the numbers are those of plain layers."""
 
 from __future__ import annotations
 
