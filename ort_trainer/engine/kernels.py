@@ -70,7 +70,7 @@ class FitToKernelsPass(ir.passes.InPlacePass):
                 types = _types(node)
                 if types is None or (_FLOAT in types and types <= _EVERYDAY):
                     continue
-                wrong = self._device == "cpu" and _scatters_halves(node)
+                wrong = self._device == "cpu" and (_scatters_halves(node) or _overruns(node))
                 if not wrong and _outputs(node, _inputs(node, {}, opset), {}, opset, self._device) is not None:
                     continue
                 for mapping in _mappings(types):
@@ -116,6 +116,15 @@ def _scatters_halves(node: ir.Node) -> bool:
     data = node.inputs[0] if node.op_type.startswith("Scatter") else None
     halves = data is not None and data.dtype in (ir.DataType.FLOAT16, _BFLOAT16)
     return halves and reduction is not None and reduction.as_string() != "none"
+
+
+def _overruns(node: ir.Node) -> bool:
+    """Returns whether a node computes a maximum or minimum of fp16 numbers, or is a function that does.
+
+    Where it broadcasts, the CPU provider of ONNX Runtime 1.19 writes beyond the end of the result.
+    """
+    halves = any(value is not None and value.dtype == ir.DataType.FLOAT16 for value in node.inputs)
+    return halves and node.op_type in ("Max", "Min", "Relu", "HardSigmoid", "HardSwish")
 
 
 def _inputs(node: ir.Node, mapping: Mapping[ir.DataType, ir.DataType], opset: int) -> list[ir.DataType | None]:
@@ -257,9 +266,10 @@ class WidenInterfacePass(ir.passes.InPlacePass):
         graph = model.graph
         before = len(graph)
         infer_missing(model)
+        names = Names(_names(model))
         for value in list(graph.inputs):
             if value.dtype == _BFLOAT16:
-                node = cast(value, _BFLOAT16, f"{value.name}__bfloat16")
+                node = cast(value, _BFLOAT16, names.unique(f"{value.name}__bfloat16"))
                 ir.convenience.replace_all_uses_with(value, node.outputs[0])
                 node.replace_input_with(0, value)
                 graph.insert_before(graph[0], node)
@@ -267,7 +277,7 @@ class WidenInterfacePass(ir.passes.InPlacePass):
         for index, value in enumerate(graph.outputs):
             if value.dtype == _BFLOAT16:
                 name = value.name
-                value.name = f"{name}__bfloat16"
+                value.name = names.unique(f"{name}__bfloat16")
                 node = cast(value, _FLOAT, str(name))
                 graph.append(node)
                 graph.outputs[index] = node.outputs[0]
@@ -283,7 +293,7 @@ class CastBeforeTransposePass(ir.passes.InPlacePass):
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         """Runs the pass."""
-        graph, modified = model.graph, False
+        graph, names, modified = model.graph, Names(_names(model)), False
         for index, output in enumerate(graph.outputs):
             casts: list[ir.Node] = []
             maker = output.producer()
@@ -293,10 +303,10 @@ class CastBeforeTransposePass(ir.passes.InPlacePass):
             if not casts or maker is None or maker.op_type != "Transpose":
                 continue
             name, value = output.name, _given(maker)
-            output.name = f"{name}__cast"
+            output.name = names.unique(f"{name}__cast")
             for node in reversed(casts):
                 dtype = ir.DataType(node.attributes["to"].as_int())
-                graph.append(cast(value, dtype, f"{name}__{dtype.name.lower()}"))
+                graph.append(cast(value, dtype, names.unique(f"{name}__{dtype.name.lower()}")))
                 value = graph[-1].outputs[0]
             transposed = ir.node(
                 "Transpose", [value], dict(maker.attributes), num_outputs=1, name=f"{name}__transposed"

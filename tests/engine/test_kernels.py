@@ -10,7 +10,7 @@ import onnx_ir as ir
 import onnxruntime
 import pytest
 
-from ort_trainer.engine.kernels import CastBeforeTransposePass, FitResult, FitToKernelsPass
+from ort_trainer.engine.kernels import CastBeforeTransposePass, FitResult, FitToKernelsPass, WidenInterfacePass
 from ort_trainer.engine.ort import make_session, session_options
 
 pytestmark = pytest.mark.engine
@@ -133,3 +133,44 @@ def test_an_output_that_is_the_cast_of_a_transposed_value_is_computed() -> None:
     x, w = np.arange(6, dtype=np.float16).reshape(2, 3), np.arange(8, dtype=np.float32).reshape(2, 4)
     kept, product = run(model, x=x, w=w)
     assert np.array_equal(kept, x.T) and np.array_equal(product, x.T.astype(np.float32) @ w)
+
+
+@pytest.mark.parametrize("call", ["Max(x, y)", "Min(x, y)", "Max(y, x)"])
+def test_maxima_of_halves_do_not_write_beyond_their_end(call: str) -> None:
+    """ONNX Runtime 1.19 does, where one operand is broadcast: here a row for each but the first."""
+    model = model_of(f"agraph (float16[7, 1] x, float16[1] y) => (float16[7, 1] z) {{ z = {call} }}")
+    assert missing(model) == [] and operators(model) == ["Cast", "Cast", call[:3], "Cast"]
+    session = make_session(
+        ir.to_proto(model).SerializeToString(), session_options(None, False), ["CPUExecutionProvider"]
+    )
+    x, y, place = (
+        np.linspace(0, 1, 7, dtype=np.float16)[:, None],
+        np.full(1, 0.5, np.float16),
+        np.full(64, 9, np.float16),
+    )
+    binding = session.io_binding()
+    for name, value in {"x": x, "y": y}.items():
+        binding.bind_input(name, "cpu", 0, np.float16, value.shape, value.ctypes.data)
+    binding.bind_output("z", "cpu", 0, np.float16, (7, 1), place.ctypes.data)
+    session.run_with_iobinding(binding)
+    expected = np.maximum(x, y) if call.startswith("Max") else np.minimum(x, y)
+    assert np.array_equal(place[:7, None], expected) and (place[7:] == 9).all()
+
+
+def test_rectifiers_of_halves_are_functions_of_a_maximum() -> None:
+    model = model_of("agraph (float16[7, 1] x) => (float16[7, 1] y) { y = Relu(x) }")
+    assert missing(model) == [] and operators(model) == ["Cast", "Relu", "Cast"]
+
+
+def test_names_of_casts_differ_from_those_of_other_values() -> None:
+    """A result that is a transposition of what is kept: both are bfloat16, which inputs and outputs are not."""
+    model = model_of(
+        "agraph (float[2, 3] x) => (bfloat16[3, 2] kept) { n = Cast <to = 16> (x) t = Transpose <perm = [1, 0]> (n) "
+        "w = Cast <to = 1> (t) kept = Cast <to = 16> (w) }"
+    )
+    WidenInterfacePass()(model)
+    CastBeforeTransposePass()(model)
+    names = [value.name for node in model.graph for value in node.outputs]
+    assert len(names) == len(set(names)) and model.graph.outputs[0].name == "kept"
+    x = np.arange(6, dtype=np.float32).reshape(2, 3)
+    assert np.array_equal(run(model, x=x)[0], x.T)
