@@ -42,7 +42,8 @@ class SavedCheckpoint:
         step: The trainer's step count when it was saved.
         number: Its position in the order of saving in the directory, from 1.
         metrics: The metrics passed to :meth:`CheckpointManager.save`.
-        between_epochs: Whether any number of processes can resume it.
+        between_epochs: Whether any number of processes can resume it. Always True if a single process saved it, which
+            keeps no more than ``keep_last``.
     """
 
     path: Path
