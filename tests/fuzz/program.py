@@ -41,12 +41,12 @@ _BAD = {
     "dimension": "x = x[0, 0]",
 }
 
-# How GradScaler and the trainer scale losses in float16: scale, and steps until it doubles.
+# How GradScaler and the trainer scale losses in float16: scale, steps until it doubles, its factor after an overflow.
 _SCALERS = {
-    "": ((2.0**16, 2000), "None"),
-    "constant": ((512.0, 2000), "LossScaler(512.0)"),
-    "growing": ((2.0**12, 1), "DynamicLossScaler(loss_scale=2.0**12, up_scale_window=1)"),
-    "overflow": ((2.0**30, 2), "DynamicLossScaler(loss_scale=2.0**30, up_scale_window=2, max_loss_scale=2.0**40)"),
+    "": ((2.0**16, 2000, 0.5), "None"),
+    "constant": ((512.0, 2000, 1.0), "LossScaler(512.0)"),
+    "growing": ((2.0**12, 1, 0.5), "DynamicLossScaler(loss_scale=2.0**12, up_scale_window=1)"),
+    "overflow": ((2.0**30, 2, 0.5), "DynamicLossScaler(loss_scale=2.0**30, up_scale_window=2, max_loss_scale=2.0**40)"),
 }
 _FROZEN = {
     "": "[]",

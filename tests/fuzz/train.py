@@ -31,8 +31,11 @@ def in_a_loop(program: Any, module: Any) -> dict[str, Any]:
         program.model.get_parameter(name).requires_grad_(False)
     optimizer, losses = program.optimizer(), []
     schedule = program.schedule(optimizer)
-    scale, interval = program.SCALER or (1.0, 1)
+    scale, interval, backoff = program.SCALER or (1.0, 1, 0.5)
     scaler = torch.amp.GradScaler("cpu", scale, growth_interval=interval, enabled=program.SCALER is not None)
+    scaler.set_backoff_factor(backoff)
+    updates: list[int] = []
+    optimizer.register_step_post_hook(lambda *_: updates.append(step))
     for step in range(len(program.SIZES)):
         program.change(step)
         loss = loss_of(program, module, program.batch(step), step)
@@ -48,10 +51,9 @@ def in_a_loop(program: Any, module: Any) -> dict[str, Any]:
             torch.nn.utils.clip_grad_norm_(program.model.parameters(), program.CLIP)
         if program.CLIP_VALUE:
             torch.nn.utils.clip_grad_value_(program.model.parameters(), program.CLIP_VALUE)
-        scale = scaler.get_scale()
         scaler.step(optimizer)
         scaler.update()
-        if schedule is not None and scaler.get_scale() >= scale:
+        if schedule is not None and updates[-1:] == [step]:
             schedule.step()
         optimizer.zero_grad()
     found = results(program, losses, program.model.state_dict())
