@@ -161,6 +161,7 @@ PRIVATE_PARTS_OF_TORCH = {
     "engine/torch_memory.py": {"torch._C._functorch.is_functorch_wrapped_tensor", "torch._is_functional_tensor"},
     # What surrounds a call of a module, of which a graph would know nothing.
     "module/fallback.py": {
+        "torch._C._current_graph_task_id",
         "torch._C._functorch.peek_interpreter_stack",
         "torch._C._get_tracing_state",
         "torch._C._len_torch_dispatch_stack",

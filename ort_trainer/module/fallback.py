@@ -31,6 +31,7 @@ __all__ = [
     "OptionError",
     "SettlingError",
     "foreign_context",
+    "in_backward_pass",
     "is_running",
     "policy_of",
     "refuse_divided",
@@ -146,6 +147,11 @@ def foreign_context() -> str:
     if forward_ad._current_level >= 0:
         return "forward-mode differentiation"
     return ""
+
+
+def in_backward_pass() -> bool:
+    """Returns whether autograd runs a backward pass in this thread now."""
+    return torch._C._current_graph_task_id() != -1
 
 
 class Fallback:

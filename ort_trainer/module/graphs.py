@@ -52,6 +52,7 @@ from .fallback import (
     NoGraphError,
     OptionError,
     SettlingError,
+    in_backward_pass,
     refuse_divided,
     refuse_freed,
     refuse_uninitialized,
@@ -142,6 +143,7 @@ class CallGraphs:
         self.turns = turns()
         self.exported: Callable[[Step, Sequence[Step]], None] | None = None
         self._unsettled = 0
+        self._settles = False  # whether PyTorch ran the last call, because it changed the module
         self._trial: Recorder | None = None
         self.forget()
 
@@ -188,6 +190,9 @@ class CallGraphs:
             SettlingError: If the call changes the module, as a first call may.
             TypeError: If an argument can't be used.
         """
+        if self._settles and in_backward_pass():
+            raise SettlingError("repeats such a call, as a checkpoint of activations does")
+        self._settles = False
         if vars(self._module).get("forward") is not self._forward:  # another one was assigned
             self.forget()
         leaves: dict[str, torch.Tensor] = {}
@@ -292,6 +297,7 @@ class CallGraphs:
             except SettlingError as error:
                 self._unsettled += 1
                 if self._unsettled <= _MAXIMUM_UNSETTLED:
+                    self._settles = True
                     raise
                 raise NoGraphError(kind) from ExportError(str(error))
             except Exception as error:

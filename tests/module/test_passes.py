@@ -327,6 +327,27 @@ def test_a_checkpoint_around_it(options: dict[str, Any]) -> None:
         )
 
 
+class Settling(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 12), nn.Linear(12, 6)
+        self.between: nn.Module | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.between is None:
+            self.between = nn.GELU()
+        return self.down(self.between(self.up(x)))
+
+
+def test_a_checkpoint_around_a_module_whose_first_call_changes_it() -> None:
+    """PyTorch runs the first call, and so also its repetition."""
+    eager, ours = pair(Settling())
+    for _ in range(3):
+        assert_same_gradients(
+            eager, ours, lambda module: checkpoint(module, X, use_reentrant=False).square().sum().backward()
+        )
+
+
 def test_cheap_values_are_computed_again() -> None:
     eager, ours = pair(
         nn.Sequential(nn.Linear(6, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Dropout(0)),
