@@ -55,8 +55,8 @@ def check_traits(processes: Processes, traits: Mapping[str, Any]) -> None:
 def check_steps(processes: Processes, step: Mapping[str, Any]) -> None:
     """Compares what the first training graphs of all processes compute and depend on.
 
-    Graphs for other conditions on sizes and values, which batches bring about, are not compared; nor is what only some
-    of them depend on.
+    Graphs for other conditions on sizes and values, which batches bring about, are not compared. What model and loss
+    read outside tensors may differ, such as the rank, as long as the operators do not; otherwise it is the reason.
 
     Args:
         processes: The processes that train.
@@ -72,14 +72,13 @@ def check_steps(processes: Processes, step: Mapping[str, Any]) -> None:
     steps = {rank: found for rank, data in enumerate(gathered) if (found := json.loads(data))}
     if len({found["conditions"] for found in steps.values()}) > 1:
         return
-    common = set.intersection(*(set(found["values"]) for found in steps.values()))
-    for found in steps.values():
-        found["values"] = {place: value for place, value in found["values"].items() if place in common}
-    titles = {"values": "what model and loss read outside tensors", "operators": "the operators of the step"}
-    messages = [_message(title, {rank: found[name] for rank, found in steps.items()}) for name, title in titles.items()]
-    if any(messages):
+    operators = _message("the operators of the step", {rank: found["operators"] for rank, found in steps.items()})
+    if operators:
+        common = set.intersection(*(set(found["values"]) for found in steps.values()))
+        values = {rank: {place: found["values"][place] for place in common} for rank, found in steps.items()}
+        read = _message("what model and loss read outside tensors", values)
         advice = "What should differ must be an input, or a parameter of the loss"
-        raise DistributedError(f"{_DIFFER} {'. In '.join(filter(None, messages))}. {advice}")
+        raise DistributedError(f"{_DIFFER} {'. In '.join(filter(None, (read, operators)))}. {advice}")
 
 
 def raise_difference(processes: Processes, traits: Mapping[str, Any]) -> NoReturn:

@@ -139,7 +139,8 @@ class Varied(Widened):
         self.rate = rate
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return nn.functional.dropout(super().forward(x if x.shape[0] < 5 else x.relu()), self.rate)
+        y = nn.functional.dropout(super().forward(x if x.shape[0] < 5 else x.relu()), self.rate)
+        return y * torch.tensor(self.rate + 1)
 
 
 @case
@@ -152,6 +153,22 @@ def other_sizes(rank: int) -> None:
     """Another number of rows takes another branch, so the graphs can't be compared."""
     x, label = (value.repeat(2, *[1] * (value.dim() - 1)) if rank == 1 else value for value in BATCH)
     make(net=Varied(0.5)).train_step(x, label)
+
+
+class Ranked(Widened):
+    """Its forward pass asks which process it is, but computes the same in all."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.rank = rank
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.clone() if self.rank < 0 else x)
+
+
+@case
+def other_reads(rank: int) -> None:
+    make(net=Ranked(rank)).train_step(*BATCH)
 
 
 @case

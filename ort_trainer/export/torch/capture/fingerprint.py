@@ -98,7 +98,9 @@ def fingerprint(
 
 
 def outline(captured: Capture) -> dict[str, str]:
-    """Returns the operators of a captured step as texts by name, to compare them with those of another process.
+    """Returns the operators of a captured step, and the tensors that its code makes, as texts by name.
+
+    They are compared with those of another process.
 
     It has the key ``""`` for the conditions on sizes and values: only programs with the same ones can be compared. It
     is empty if the program can't be serialized, or has collective operations, whose processes may have parts of their
@@ -109,6 +111,10 @@ def outline(captured: Capture) -> dict[str, str]:
         return {}
     try:
         lines = {node.name: _call(node) for node in nodes}
+        for name, value in captured.exported.constants.items():
+            if "lifted_tensor" in name:
+                digest = hashlib.sha256(_tensor(value, value=True).encode()).hexdigest()
+                lines[name] = digest if value.numel() > 8 else str(value.tolist())
         conditions = [*_sizes(captured), f"assumptions {list(captured.assumptions)}"]
     except NoFingerprint:
         return {}
