@@ -281,9 +281,11 @@ def _join(place: Rank, device: torch.device, timeout: float) -> None:
         limit = timedelta(seconds=timeout)
         rendezvous = dist.rendezvous("env://", place.rank, place.size, timeout=limit)  # type: ignore[attr-defined]
         store, rank, size = next(rendezvous)
-        # When torchrun restarts processes, it keeps the store, with the addresses of processes that have exited.
-        start = f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}.{len(_joined)}"
-        store = dist.PrefixStore(start, store)  # type: ignore[attr-defined]
+        # A store of torchrun's agent is kept when processes are restarted, with addresses of those that have exited.
+        # Without one, rank 0 makes a store, and processes that join later count other restarts.
+        of_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0) if of_agent else 0
+        store = dist.PrefixStore(f"start {attempt}.{len(_joined)}", store)  # type: ignore[attr-defined]
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
     except RuntimeError as error:
         address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"

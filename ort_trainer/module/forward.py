@@ -1,7 +1,8 @@
 """Functions that others assign to ``forward`` of an ``ORTModule``: do they call its graphs, or take their place?
 
 Accelerate assigns functions that change a result, and call what ``forward`` was before. TRL assigns another forward
-pass, which calls layers of the module, and should itself become a graph.
+pass, which calls layers of the module, and should itself become a graph. It may hold what ``forward`` was before, for
+other calls: only a call shows of which kind a function is.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["Graphed", "Outer", "graphed_in", "rebound"]
+__all__ = ["Graphed", "Inner", "Outer", "graphed_in", "rebound"]
 
 _DEEPEST = 6
 
@@ -35,7 +36,11 @@ class Graphed(_Marked):
 
 
 class Outer(_Marked):
-    """A function that was assigned to ``forward`` and calls a :class:`Graphed`."""
+    """A function that was assigned to ``forward`` and holds a :class:`Graphed`."""
+
+
+class Inner(_Marked):
+    """What ``forward`` of the module is for an :class:`Outer` that does not call the graphs."""
 
 
 def graphed_in(function: Callable[..., Any]) -> Graphed | None:

@@ -19,8 +19,9 @@ from .fallback import (
     policy_of,
     refuse_divided,
     refuse_freed,
+    running,
 )
-from .forward import Graphed, Outer, graphed_in, rebound
+from .forward import Graphed, Inner, Outer, graphed_in, rebound
 from .graphs import CallGraphs
 from .verify import CallVerifier
 
@@ -35,7 +36,17 @@ _SHARED = (
 _WRAPPER_NAMES = frozenset(
     {
         *vars(nn.Module()),
-        *("forward", "module", "_graphs", "_user_options", "_fallback", "_first", "_own_forward", "_verifier"),
+        *(
+            "forward",
+            "module",
+            "_graphs",
+            "_user_options",
+            "_fallback",
+            "_first",
+            "_own_forward",
+            "_verifier",
+            "_exported",
+        ),
     }
 )
 
@@ -117,6 +128,7 @@ class ORTModule(nn.Module):
         every = checked.debug.verify_every
         vars(self)["_verifier"] = CallVerifier(every, module) if every else None
         vars(self)["_fallback"] = Fallback(module, policy_of(fallback))
+        vars(self)["_exported"] = None, None
         vars(self)["_own_forward"] = "forward" in vars(module)
         # Others replace it, as accelerate does for mixed precision, and read its signature.
         vars(self)["forward"] = vars(self)["_first"] = Graphed(ORTModule._run, self).as_of(module.forward)
@@ -175,11 +187,16 @@ class ORTModule(nn.Module):
         vars(self)["forward"] = function
 
     def _run_outer(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Runs a function that was assigned to ``forward``, and warns if it did not call the graphs."""
+        """Runs a function that was assigned to ``forward``: as a graph, once a call of it did not call the graphs."""
+        exported, inner = self._exported
+        if exported is function:
+            vars(self.module)["forward"] = inner
+            return self._run(*args, **kwargs)
         self._fallback.entered = False
         result = function(*args, **kwargs)
         if not self._fallback.entered:
-            self._fallback.warn("the function that was assigned to its forward did not call what forward was before")
+            inside = rebound(function, self, self.module)
+            vars(self)["_exported"] = function, Inner(_run_inside, self.module, inside).as_of(inside)
         return result
 
     @property  # type: ignore[misc]
@@ -274,6 +291,12 @@ class ORTModule(nn.Module):
 
     def __repr__(self) -> str:
         return f"ORTModule({self.module!r})"
+
+
+def _run_inside(module: nn.Module, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Runs a module's ``forward`` in PyTorch, together with what it calls of an ``ORTModule`` around the module."""
+    with running(module):
+        return function(*args, **kwargs)
 
 
 def _special(name: str) -> Callable[..., Any]:

@@ -14,6 +14,7 @@ from typing import Any
 import sympy
 import torch
 from torch import nn
+from torch._export.utils import _compiling_state_context
 from torch._functorch._aot_autograd.descriptors import (
     BufferAOTInput,
     GradAOTOutput,
@@ -90,6 +91,7 @@ def differentiate(
         # itself is differentiated.
         core = module if captured.as_it_stands else exported
         if captured.as_it_stands:
+            stack.enter_context(_compiling_state_context())  # models ask whether they are exported
             stack.enter_context(_marked_modules(module))
             stack.enter_context(module.recorder.with_backward_pass())
         table = stack.enter_context(kernels.decompositions())

@@ -6,6 +6,7 @@ import contextlib
 import contextvars
 import copy
 import functools
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -99,8 +100,8 @@ class Copies:
             copies += [(values[kind], dict(values[kind])) for kind in kinds]
 
     def add_contents(self, value: Any, place: Place) -> None:
-        """Copies a container, if it can be changed."""
-        if isinstance(value, CHANGEABLE):
+        """Copies a container, if it can be changed. Modules that a run imports are no state."""
+        if isinstance(value, CHANGEABLE) and value is not sys.modules:
             self._contents.setdefault(id(value), (place, value, copied(value)))
 
     def add_memory(self, value: Any, place: Place) -> None:
