@@ -9,8 +9,8 @@ BIN := $(VENV)/bin
 STOCK := .stock
 # The last release of onnxruntime-training that has ORTTrainer, with all that it needs, for `make bench`.
 LEGACY := .legacy
-# Libraries that train with ORTTrainer, for `make recipes`; nothing else needs them.
-RECIPES := .recipes
+# Libraries of `make recipes`; nothing else needs them. In another folder, dill would take them for code of the user.
+RECIPES := .recipes/site-packages
 # The package that trains in JavaScript, and the page that uses it; its test may take another Chromium than Debian's.
 JS := js
 BROWSER := examples/browser

@@ -27,6 +27,7 @@ NEEDS = {
     "ray_train": ("ray",),
     "seq2seq": ("transformers",),
     "timm_models": ("torchvision", "timm"),
+    "trl_trainers": ("trl", "datasets", "peft"),
 }
 # Scripts for two processes, which a launcher starts.
 LAUNCHED = ("deepspeed_zero", "diloco", "fabric_sharded")

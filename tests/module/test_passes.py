@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import importlib
+import sys
 from typing import Any
 
 import pytest
@@ -325,6 +327,38 @@ def test_a_checkpoint_around_it(options: dict[str, Any]) -> None:
         assert_same_gradients(
             eager, ours, lambda module: checkpoint(module, X, use_reentrant=False).square().sum().backward()
         )
+
+
+class Imports(torch.autograd.Function):
+    """Its backward pass imports what it needs, as those of TRL do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        sys.modules.pop("colorsys", None)
+        return gradient * len(importlib.import_module("colorsys").__all__[:2])
+
+
+class Asks(nn.Module):
+    """Looks at values unless it is exported, as masks of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = Imports.apply(self.fc(x))
+        return y if torch.compiler.is_exporting() or (x < 100).all() else -y
+
+
+def test_a_custom_backward_pass_in_a_model_that_asks_whether_it_is_exported() -> None:
+    eager = Asks()
+    ours = ORTModule(copy.deepcopy(eager), fallback="error")
+    for _ in range(2):
+        assert_same_gradients(eager, ours, lambda module: module(X).square().sum().backward())
 
 
 class Settling(nn.Module):

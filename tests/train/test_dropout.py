@@ -186,6 +186,8 @@ KINDS = {
     "gumbel softmax": lambda own, h: F.gumbel_softmax(h),
     "permutations": lambda own, h: h[torch.randperm(h.shape[0])][:, torch.randperm(12)],
     "noise": lambda own, h: h + torch.normal(0.0, 0.5, size=(12,)) + torch.randn_like(h),
+    # As NEFTune draws, by which embeddings are disturbed (Jain et al. 2023).
+    "between tensors": lambda own, h: h + torch.zeros_like(h).uniform_(-1 / torch.sqrt(torch.tensor(h.numel())), 0.1),
     "mixture": lambda own, h: torch.lerp(h, h.flip(0), torch.rand(())),
 }
 

@@ -204,6 +204,18 @@ def _normal_functional(lifter: Lifter, node: torch.fx.Node) -> None:
     _affine(lifter, node, "normal", deviation, mean)
 
 
+_uniform_ = torch.Tensor.uniform_
+
+
+@replacement(torch.Tensor, "uniform_")
+def _uniform_between(input: torch.Tensor, low: Any = 0.0, high: Any = 1.0, **named: Any) -> torch.Tensor:
+    """Fills a tensor with uniform numbers between bounds; PyTorch reads them if they are tensors."""
+    low, high = named.pop("from", low), named.pop("to", high)
+    if not isinstance(low, torch.Tensor) and not isinstance(high, torch.Tensor):
+        return _uniform_(input, low, high, **named)
+    return input.copy_(_uniform_(torch.empty_like(input), **named) * (high - low) + low)
+
+
 @random_operator(aten.uniform.default)
 def _uniform(lifter: Lifter, node: torch.fx.Node) -> None:
     low, high = _or_defaults(node.args[1:3], (0.0, 1.0))
