@@ -32,7 +32,11 @@ def environments(size: int) -> list[dict[str, str]]:
     """Returns the environment variables that a launcher sets, for each rank."""
     common = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(size)}
-    return [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(size)]
+    # Processes that join an elastic job later count other restarts.
+    return [
+        {**common, "RANK": str(rank), "LOCAL_RANK": str(rank), "TORCHELASTIC_RESTART_COUNT": str(rank)}
+        for rank in range(size)
+    ]
 
 
 def run(
