@@ -36,17 +36,8 @@ _SHARED = (
 _WRAPPER_NAMES = frozenset(
     {
         *vars(nn.Module()),
-        *(
-            "forward",
-            "module",
-            "_graphs",
-            "_user_options",
-            "_fallback",
-            "_first",
-            "_own_forward",
-            "_verifier",
-            "_exported",
-        ),
+        *("forward", "module", "_graphs", "_user_options"),
+        *("_fallback", "_first", "_own_forward", "_exported", "_verifier"),
     }
 )
 

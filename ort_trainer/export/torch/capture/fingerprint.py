@@ -100,11 +100,9 @@ def fingerprint(
 def outline(captured: Capture) -> dict[str, str]:
     """Returns the operators of a captured step, and the tensors that its code makes, as texts by name.
 
-    They are compared with those of another process.
-
-    It has the key ``""`` for the conditions on sizes and values: only programs with the same ones can be compared. It
-    is empty if the program can't be serialized, or has collective operations, whose processes may have parts of their
-    own in the loss.
+    They are for a comparison with another process. It has the key ``""`` for the conditions on sizes and values: only
+    programs with the same ones can be compared. It is empty if the program can't be serialized, or has collective
+    operations, whose processes may have parts of their own in the loss.
     """
     nodes = [node for node in captured.exported.graph_module.graph.nodes if node.op == "call_function"]
     if any(str(node.target).startswith(COLLECTIVES) for node in nodes):
