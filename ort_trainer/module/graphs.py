@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from inspect import Parameter
 from typing import Any
 
@@ -92,7 +92,7 @@ class ExportedGraphs:
 
     description: CallDescription
     passes: Passes
-    state: list[tuple[dict[str, Any], str]]
+    state: list[tuple[Mapping[str, Any], str]]
     results: Callable[[Sequence[torch.Tensor]], Any]
     notes: Notes
     root: Root
@@ -123,6 +123,50 @@ class ExportedGraphs:
     def takes(self, shapes: Mapping[str, tuple[int, ...]]) -> bool:
         """Returns whether the graphs are valid for inputs of these shapes."""
         return self.description.covers(shapes) and self.passes.step.takes(shapes)
+
+
+class _Parts(Mapping[str, Any]):
+    """The tensors of which one consists, such as a quantized weight, as long as another one is of the same kind.
+
+    Args:
+        tensors: The dict of parameters or buffers that has it; an assignment there is seen.
+        key: Its key there.
+        name: Its name, for errors.
+        path: Attributes of it, to a part that consists of tensors itself.
+    """
+
+    def __init__(self, tensors: Mapping[str, Any], key: str, name: str, path: Sequence[str]) -> None:
+        self._tensors, self._key, self._name, self._path = tensors, key, name, path
+        self._checked = tensors[key]
+        self._kind = _kind_of(self._checked)
+
+    def __getitem__(self, part: str) -> Any:
+        tensor = self._tensors[self._key]
+        if tensor is not self._checked:
+            if _kind_of(tensor) != self._kind:
+                raise ExportError(f"{self._name!r} is a tensor of another kind than the one that was exported")
+            self._checked = tensor
+        return getattr(functools.reduce(getattr, self._path, tensor), part)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._kind[1])
+
+    def __len__(self) -> int:
+        return len(self._kind[1])
+
+
+def _kind_of(tensor: Any) -> tuple[Any, ...]:
+    """Returns the class of a tensor that consists of others, their names, dtypes and shapes, and what else it holds."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return type(tensor), (), (), None
+    names, held = tensor.__tensor_flatten__()
+    parts = [getattr(tensor, name) for name in names]
+    return type(tensor), tuple(names), tuple((*_kind_of(part), part.dtype, part.shape) for part in parts), held
+
+
+def _owning(owner: nn.Module, key: str) -> Mapping[str, Any]:
+    """Returns the dict in which a module has a parameter or buffer."""
+    return owner._parameters if key in owner._parameters else owner._buffers
 
 
 class CallGraphs:
@@ -404,11 +448,18 @@ class CallGraphs:
         providers = providers_for(memory.device, options.provider_options)
         return SessionRunner(step, {}, memory, session_options(options.session_options, deterministic), providers)
 
-    def _place(self, name: str) -> tuple[dict[str, Any], str]:
-        """Returns the dict and the key of a parameter or buffer; a later assignment to it is then seen."""
-        path, _, key = name.rpartition(".")
-        owner = self._module.get_submodule(path)
-        return (owner._parameters if key in owner._parameters else owner._buffers), key
+    def _place(self, name: str) -> tuple[Mapping[str, Any], str]:
+        """Returns the dict and the key of a parameter or buffer; a later assignment to it is then seen.
+
+        Of a tensor that consists of others, such as a quantized weight, the name goes on with the attribute of one.
+        """
+        owner, (*path, key) = self._module, name.split(".")
+        for at, part in enumerate(path):
+            inner = owner._modules.get(part)
+            if inner is None:
+                return _Parts(_owning(owner, part), part, ".".join(path[: at + 1]), path[at + 1 :]), key
+            owner = inner
+        return _owning(owner, key), key
 
     def _result(
         self,

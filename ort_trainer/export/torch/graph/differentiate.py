@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import sympy
@@ -22,6 +23,7 @@ from torch._functorch._aot_autograd.descriptors import (
     ParamAOTInput,
     PlainAOTInput,
     PlainAOTOutput,
+    SubclassGetAttrAOTInput,
     TangentAOTInput,
 )
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
@@ -187,7 +189,8 @@ def _squeezed_sizes(graph: torch.fx.Graph) -> list[torch.SymInt]:
 
 def _refuse_captured_parameters(constants: Iterable[torch.Tensor], model: nn.Module) -> None:
     """Raises if a tensor of the model became a constant of the graph, because it would not be trained."""
-    storages = {p.untyped_storage().data_ptr(): name for name, p in model.named_parameters() if p.numel()}
+    parameters = [(name, p) for name, p in model.named_parameters() if not hasattr(p, "__tensor_flatten__")]
+    storages = {p.untyped_storage().data_ptr(): name for name, p in parameters if p.numel()}
     for value in constants:
         name = storages.get(value.untyped_storage().data_ptr()) if value.numel() else None
         if name is not None or value.requires_grad:
@@ -244,15 +247,19 @@ def _sort(
     result = FlatGraph(joint, {}, {}, {}, {}, [], {}, {}, {}, {}, symbols)
     placeholders: dict[str, torch.fx.Node] = {}
     for node in joint.graph.find_nodes(op="placeholder"):
-        what = node.meta["desc"]
+        what: Any = node.meta["desc"]
+        inner = ""
+        while isinstance(what, SubclassGetAttrAOTInput):  # a tensor of which a quantized weight, or the like, consists
+            what, inner = what.base, f".{what.attr}{inner}"
         if isinstance(what, (ParamAOTInput, BufferAOTInput)):
             if what.target in canonical:
                 # torch.export gives some tied weights a placeholder under each of their names.
-                first = placeholders.setdefault(canonical[what.target], node)
+                name = canonical[what.target] + inner
+                first = placeholders.setdefault(name, node)
                 node.replace_all_uses_with(first)
-                result.state[first] = canonical[what.target]
+                result.state[first] = name
             else:
-                result.constants[node] = tensors[what.target]
+                result.constants[node] = attrgetter(inner[1:])(tensors[what.target]) if inner else tensors[what.target]
         elif isinstance(what, PlainAOTInput):
             result.batch[node] = what.idx
         elif isinstance(what, TangentAOTInput):
@@ -274,6 +281,11 @@ def _sort(
                 _add_gradient(result, canonical[what.grad_of.target], node)
             elif isinstance(what.grad_of, PlainAOTInput):
                 result.input_gradients[what.grad_of.idx] = node
+            elif isinstance(what.grad_of, SubclassGetAttrAOTInput):
+                raise ExportError(
+                    f"{what.grad_of.expr()} is a part of a weight that consists of other tensors, which a graph can't "
+                    "train: freeze it, requires_grad_(False)"
+                )
         elif isinstance(what, InputMutationAOTOutput):
             _sort_mutation(what, node, canonical, result)
         else:
