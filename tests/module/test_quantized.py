@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
-from ort_trainer import ExportError, ORTModule
+from ort_trainer import ExportError, ORTModule, ORTTrainer, optim
 
 from .pairs import assert_same_gradients, close
 
@@ -90,3 +90,8 @@ def test_an_adapter_of_a_quantized_layer_trains() -> None:
         net[0].base.weight = nn.Parameter(torch.ones(5, 6), requires_grad=False)
     with pytest.raises(ExportError, match=r"'0.base.weight' is a tensor of another kind"):
         ours(X)
+
+
+def test_a_trainer_says_who_takes_such_weights() -> None:
+    with pytest.raises(TypeError, match=r"\['base.weight'\] of Adapted consist of other tensors.*ORTModule"):
+        ORTTrainer(Adapted(), "auto", optim.SGDConfig(), loss_fn="mse")
