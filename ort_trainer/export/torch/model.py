@@ -302,8 +302,8 @@ def _check_model(model: nn.Module) -> None:
     made_of_others = [key for key, tensor in tensors if hasattr(tensor, "__tensor_flatten__")]
     if made_of_others:
         raise TypeError(
-            f"{made_of_others[:3]} of {name} consist of other tensors, as quantized weights do: train in a loop of your "
-            "own, with ORTModule(model)"
+            f"{made_of_others[:3]} of {name} consist of other tensors, as quantized weights do: train in your own "
+            "loop, with ORTModule(model)"
         )
     lazy = [key for key, tensor in tensors if is_lazy(tensor)]  # type: ignore[no-untyped-call]
     if lazy:
