@@ -213,4 +213,4 @@ site: setup
 	$(BIN)/python -m sphinx -b html -W --keep-going -q -c docs . build/site
 
 clean:
-	rm -rf $(VENV) $(STOCK) $(LEGACY) $(RECIPES) out dist build $(BROWSER)/build $(BROWSER)/node_modules
+	rm -rf $(VENV) $(STOCK) $(LEGACY) $(dir $(RECIPES)) out dist build $(BROWSER)/build $(BROWSER)/node_modules
