@@ -10,6 +10,7 @@ import contextlib
 import copy
 import functools
 import itertools
+import math
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from ..export.nested import Layout, flatten, mapped, with_numbers_apart
 __all__ = [
     "Link",
     "as_before",
+    "check_links",
     "clone",
     "layout_of",
     "links",
@@ -172,6 +174,12 @@ def as_before(
         raise ExportError("forward() puts other tensors into its arguments: return them instead")
 
 
+_PART = (
+    "forward() returns a tensor that is a part of another one that it returns or was given, or of a parameter: a graph "
+    "returns copies, which a change in place would not reach. Return .clone() of it"
+)
+
+
 @dataclass(frozen=True)
 class Link:
     """A result that shares its memory with another tensor of the call.
@@ -215,15 +223,31 @@ def links(outputs: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> li
                 continue
             whole = _is_in_order(value) and _is_in_order(output) and value.numel() == output.numel()
             if value is not output and (not whole or value.dtype != output.dtype):
-                raise ExportError(
-                    "forward() returns a tensor that is a part of another one that it returns or was given, or of a "
-                    "parameter: a graph returns copies, which a change in place would not reach. Return .clone() of it"
-                )
+                raise ExportError(_PART)
             shared.append(Link(place, source, of_values, value is not output))
             break
         else:
             group.append((place, False, output))
     return shared
+
+
+def check_links(
+    links: Sequence[Link], outputs: Sequence[Sequence[int] | None], values: Sequence[Sequence[int]]
+) -> None:
+    """Checks that results which share memory are not parts of each other for other sizes: all of one row is its first.
+
+    Args:
+        links: The links of a run.
+        outputs: The shapes of the results now, as far as they are known.
+        values: The shapes of what the graphs take.
+
+    Raises:
+        ExportError: If one is a part of another.
+    """
+    for link in links:
+        shape, source = outputs[link.place], values[link.source] if link.of_values else outputs[link.source]
+        if shape is not None and source is not None and math.prod(shape) != math.prod(source):
+            raise ExportError(_PART)
 
 
 def _is_in_order(value: torch.Tensor) -> bool:

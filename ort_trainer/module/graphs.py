@@ -39,6 +39,7 @@ from ..step import Step
 from .arguments import (
     Link,
     as_before,
+    check_links,
     clone,
     layout_of,
     links,
@@ -349,7 +350,11 @@ class CallGraphs:
                     self._reads.add(Notes(reads=tuple(self._trial.reads)))
                 raise NoGraphError(kind) from error
             self._by_kind.setdefault(kind, []).append(graphs)
-        return graphs, SizedPasses(graphs.passes, shapes)
+        call = SizedPasses(graphs.passes, shapes)
+        if graphs.links:
+            taken = [*(owner[name].shape for owner, name in graphs.state), *shapes.values()]
+            check_links(graphs.links, call.shapes, taken)
+        return graphs, call
 
     def _export(
         self, leaves: Mapping[str, torch.Tensor], description: CallDescription, key: tuple[Any, ...]

@@ -215,6 +215,11 @@ class SizedPasses:
         self._results: list[Kind] = [(evaluated(spec.shape, sizes), getattr(torch, spec.dtype)) for spec in specs]
         self.trained: Kinds = ()
 
+    @property
+    def shapes(self) -> list[Sequence[int] | None]:
+        """The shapes of the results, None where only the run shows it."""
+        return [shape for shape, _ in self._results]
+
     def __call__(self, values: list[torch.Tensor], check: CheckGradients | None = None) -> tuple[torch.Tensor, ...]:
         """Returns the tensors that the module returns.
 

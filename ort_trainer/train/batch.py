@@ -135,11 +135,11 @@ def read_batch(
             value = inputs[name]
             if type(value) is torch.Tensor and value.layout is torch.strided:
                 value = readable(name, value).detach()
-                if keeps_orders and not value.is_contiguous() and 0 not in value.stride():
-                    batch.orders += ((name, order_of(value)),)
-                batch[name] = value.contiguous()
             else:
-                batch[name] = to_tensor(name, value)
+                value = _as_tensor(name, value)
+            if keeps_orders and not value.is_contiguous() and 0 not in value.stride():
+                batch.orders += ((name, order_of(value)),)
+            batch[name] = value.contiguous()
     if arguments != names:
         for name in batch:
             argument = argument_of(name)
@@ -185,15 +185,23 @@ def to_tensor(name: str, value: Any) -> torch.Tensor:
     Raises:
         TypeError: If it is neither a dense tensor nor a numpy array, or has no memory of its own.
     """
+    return _as_tensor(name, value).contiguous()
+
+
+def _as_tensor(name: str, value: Any) -> torch.Tensor:
+    """Returns an input as a detached tensor, in the memory order that it has."""
     if isinstance(value, np.ma.MaskedArray):
         raise TypeError(_MASKED.format(name))
     if isinstance(value, (np.ndarray, np.generic)):
-        # PyTorch supports neither negative strides nor foreign byte orders, and must not write to a read-only array.
-        array = np.ascontiguousarray(value, dtype=np.asarray(value).dtype.newbyteorder("="))
-        value = torch.from_numpy(array if array.flags.writeable else array.copy()).reshape(np.shape(value))
+        array = np.asarray(value)
+        array = array.astype(array.dtype.newbyteorder("="), copy=not array.flags.writeable)
+        # PyTorch supports neither negative strides nor those of parts of records.
+        if any(stride < 0 or stride % max(array.itemsize, 1) for stride in array.strides):
+            array = np.ascontiguousarray(array)
+        value = torch.from_numpy(array)
     if not isinstance(value, torch.Tensor):
         raise _no_tensor(name, value)
-    return readable(name, value).detach().contiguous()
+    return readable(name, value).detach()
 
 
 def _no_tensor(name: str, value: Any) -> InputTypeError:

@@ -86,6 +86,8 @@ class _Reference:
         made = program.run(self._text)
         if made.BAD is None:
             return None
+        for step in range(made.BAD + 1):  # without dropout, say, PyTorch may accept it
+            made.change(step)
         try:
             loss_of(made, made.model, made.bad(made.BAD), made.BAD).backward()
         except Exception as error:

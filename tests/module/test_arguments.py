@@ -65,8 +65,8 @@ def test_results_that_share_memory(function: Any, graphs: int) -> None:
 
 @pytest.mark.parametrize(
     ("view", "graphs"),
-    [(lambda y: y.t(), 0), (lambda y: y.unsqueeze(1), 1), (lambda y: y.view(-1, 2, 2), 1)],
-    ids=["transposed", "one more axis", "other axes"],
+    [(lambda y: y.t(), 0), (lambda y: y.unsqueeze(1), 1), (lambda y: y.view(-1, 2, 2), 1), (lambda y: y[:1], 1)],
+    ids=["transposed", "one more axis", "other axes", "first row"],
 )
 def test_results_of_one_row_that_share_memory(view: Any, graphs: int) -> None:
     """In memory, a row looks like a column; more rows don't."""

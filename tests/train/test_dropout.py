@@ -248,9 +248,10 @@ def test_masks_lie_in_memory_as_those_of_pytorch(kind: str) -> None:
 
 def test_masks_lie_in_memory_as_the_inputs() -> None:
     """The first batch of one row stands in for others; what is the order of each is seen anew."""
-    model = Apply(nn.ModuleList([nn.Linear(8, 3)]), lambda own, x: own[0](F.dropout(x, 0.3).mean(1)))
+    model = Apply(nn.ModuleList([nn.Linear(8, 3)]), lambda own, x: own[0](F.dropout(torch.as_tensor(x), 0.3).mean(1)))
     batches = [(torch.randn(size, 8, 5).transpose(1, 2), torch.zeros(size, dtype=torch.int64)) for size in (1, 4, 4)]
     batches.insert(2, (batches[1][0].contiguous(), batches[1][1]))
+    batches.append((batches[1][0].numpy(), batches[1][1]))
     assert_same_training(
         model, "auto", batches, optim.SGDConfig(lr=0.1), lambda m: torch.optim.SGD(m.parameters(), lr=0.1), seed=5,
         options={"debug": {"verify_every": 1}},
