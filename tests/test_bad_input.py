@@ -148,6 +148,7 @@ OPTIONS: dict[str, list[tuple[Any, str]]] = {
         ("fp32", "did you mean 'float32'?"),
         (torch.float16, "must be 'float32' or 'bfloat16', or the torch."),
     ],
+    "utils.save_frozen_weights": [("no", "must be True or False")],
     "utils.cache_exports": [("no", "must be True or False")],
     "utils.run_symbolic_shape_infer": [(0, "must be True or False")],
     "debug.deterministic_compute": [("no", "must be True or False")],

@@ -149,7 +149,7 @@ def test_python_of_the_page_on_the_training_api_runs(tmp_path: Path, monkeypatch
 
 
 def test_every_public_name_is_in_the_reference() -> None:
-    rooms = ("optim", "amp", "fit", "api", "artifacts")
+    rooms = ("optim", "adapters", "amp", "fit", "api", "artifacts")
     modules = ("ort_trainer", *(f"ort_trainer.{room}" for room in rooms))
     said: dict[str, set[str]] = {module: set() for module in modules}
     for page in (ROOT / "docs" / "reference").glob("*.rst"):

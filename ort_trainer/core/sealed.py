@@ -32,6 +32,7 @@ __all__ = [
     "Stored",
     "check_version",
     "damaged_tensors",
+    "digest",
     "read_header",
     "read_tensors",
     "verify",
@@ -144,6 +145,16 @@ def write(file: BinaryIO, tensors: Mapping[str, Stored], metadata: Mapping[str, 
     header = _header(names, tensors, metadata, checksums)
     file.seek(0)
     file.write(header)
+
+
+def digest(tensors: Iterable[tuple[str, Stored]]) -> str:
+    """Returns the XXH3 (128 bits) of tensors with their names, dtypes and shapes; their order matters."""
+    checksum = xxhash.xxh3_128()
+    for name, (dtype, shape, data) in tensors:
+        checksum.update(json.dumps([name, dtype, list(shape)]).encode())
+        for piece in _pieces(data):
+            checksum.update(piece)
+    return checksum.hexdigest()
 
 
 def _size(name: str, dtype: str) -> int:

@@ -220,6 +220,8 @@ class UtilsOptions(Section):
 
     frozen_weights: tuple[str, ...]
     """Names of parameters that are not trained, in addition to those with `requires_grad=False`."""
+    save_frozen_weights: bool
+    """Whether state dicts and checkpoints have the weights that are not trained."""
     grad_norm_clip: bool
     """Clips gradients by their global norm to `utils.max_grad_norm`, or otherwise to `max_norm_clip` of the optimizer
     config."""
@@ -259,6 +261,7 @@ class UtilsOptionsDict(TypedDict, total=False):
     """Section `utils` of the options, as a dict."""
 
     frozen_weights: Sequence[str]
+    save_frozen_weights: bool
     grad_norm_clip: bool
     max_grad_norm: float | None
     max_grad_value: float | None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -66,6 +66,8 @@ class State:
         schedule: A device's, for :func:`ort_trainer.core.schedules.learning_rate`; None for constant rates.
         objects: ``loss_scaler``, ``lr_scheduler`` or ``torch_optimizer`` -> ``state_dict()`` of the trainer's.
         trainer_options: Describes the trainer that the state belongs to, or was converted from.
+        frozen: Names of the parameters that a trainer's state dict leaves out, as they are not trained.
+        frozen_digest: A digest of them; empty if none is left out.
         properties: The user's own values.
         export: Identifies the export whose models use it; the same in all its artifacts. Empty if none do.
         nominal: Whether the parameters have shapes and dtypes, but no values yet; they are zeros then.
@@ -90,6 +92,8 @@ class State:
     schedule: dict[str, Any] | None = None
     objects: dict[str, dict[str, Any]] = field(default_factory=dict)
     trainer_options: dict[str, Any] | None = None
+    frozen: Collection[str] = ()
+    frozen_digest: str = ""
     properties: dict[str, Value] = field(default_factory=dict)
     export: str = ""
     nominal: bool = False

@@ -24,8 +24,9 @@ __all__ = ["LOSSES", "Contents", "read", "to_state_dict"]
 _LEGACY_KEYS = ("model", "optimizer", "trainer_options", "train_step_info", "partition_info")
 _NEW_KEYS = (
     *("window", "random", "random_states", "transient_buffers", "gradients", "outside"),
-    *("loss_scaler", "lr_scheduler", "torch_optimizer", "losses"),
+    *("loss_scaler", "lr_scheduler", "torch_optimizer", "losses", "frozen_weights"),
 )
+FROZEN = "frozen_weights"
 LOSSES = "losses"
 """Key of the number of the last losses that were not finite; left out if the last one was finite."""
 _OBJECTS = ("loss_scaler", "lr_scheduler", "torch_optimizer")
@@ -55,9 +56,13 @@ def to_state_dict(state: State, copy: bool = False) -> dict[str, Any]:
         """Returns arrays by name, copied if asked."""
         return {name: widened(value, copy=True) for name, value in values.items()} if copy else dict(values)
 
-    values = arrays({**state.parameters, **state.buffers})
+    kept = {name: value for name, value in state.parameters.items() if name not in state.frozen}
+    values = arrays({**kept, **state.buffers})
     names = {name: name for name in values if name not in state.transient} if state.names is None else state.names
-    state_dict: dict[str, Any] = {"model": {"full_precision": {name: values[key] for name, key in names.items()}}}
+    weights = {name: values[key] for name, key in names.items() if key in values}
+    state_dict: dict[str, Any] = {"model": {"full_precision": weights}}
+    if state.frozen_digest:
+        state_dict[FROZEN] = {"digest": state.frozen_digest}
     if state.trainer_options is not None:
         state_dict["trainer_options"] = state.trainer_options
     if state.step is not None:
@@ -96,6 +101,7 @@ class Contents:
         non_persistent: Name -> buffer that ``model.state_dict()`` leaves out.
         canonical: Name -> the first name of the same tensor.
         trainable: Canonical names of the parameters that are trained.
+        frozen: Canonical names of the other parameters.
         optimizer: Name of the optimizer.
         shares_count: Whether it counts the updates of all parameters together.
         slots: Canonical name -> the state tensors that the optimizer keeps, such as ``Moment_1``.
@@ -110,6 +116,7 @@ class Contents:
     non_persistent: Mapping[str, torch.Tensor]
     canonical: Mapping[str, str]
     trainable: Sequence[str]
+    frozen: Collection[str]
     optimizer: str
     shares_count: bool
     slots: Mapping[str, Sequence[str]]
@@ -219,7 +226,16 @@ class _Reader:
             weights = (
                 _mapping(precisions, "full_precision", "state_dict[model]") if "full_precision" in precisions else {}
             )
-            self.read_tensors(weights, contents.tensors, "state_dict[model][full_precision]")
+            expected = contents.tensors
+            if FROZEN in state_dict:
+                entry = _mapping(state_dict, FROZEN, "state_dict")
+                self.state.frozen_digest = str(entry.get("digest"))
+                expected = {
+                    name: value
+                    for name, value in expected.items()
+                    if name in weights or contents.canonical[name] not in contents.frozen
+                }
+            self.read_tensors(weights, expected, "state_dict[model][full_precision]")
             if not self.differences.strict:  # an export's state dict has all buffers among the weights
                 self.read_tensors(weights, contents.non_persistent, "state_dict[model][full_precision]")
         else:
@@ -235,7 +251,7 @@ class _Reader:
         tied = {canonical[name] for name in tensors if name in expected}
         needed = [name for name in expected if name in tensors or canonical[name] not in tied]
         self.differences.compare_keys(needed, tensors, where)
-        if expected is self.contents.tensors:
+        if expected is not self.contents.non_persistent:
             _require_overlap(tensors, expected, where)
         for name, like in expected.items():
             if name not in tensors:

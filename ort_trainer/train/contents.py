@@ -22,6 +22,7 @@ def contents_of(source: ModelSource, config: OptimizerConfig, device: torch.devi
         non_persistent=source.non_persistent,
         canonical=source.canonical,
         trainable=source.trainable,
+        frozen={*source.parameters} - {*source.trainable},
         optimizer=rule.name,
         shares_count=rule.shares_count,
         slots={name: rule.slots_for(values) for name, values in hyper.items()},

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from .loop import TrainingLoop
 
-__all__ = ["onnx_model", "save_onnx"]
+__all__ = ["current_model", "onnx_model", "save_onnx"]
 
 
 def save_onnx(
@@ -26,17 +26,17 @@ def save_onnx(
         raise TypeError(f"path must be a str or a path, but a {type(path).__name__} was given")
     if not os.fspath(path):
         raise ValueError("path must not be empty")
-    save_model(_with_weights(loop, names, for_inference), Path(path))
+    save_model(current_model(loop, names, for_inference), Path(path))
 
 
 def onnx_model(loop: TrainingLoop, names: Sequence[str]) -> onnx.ModelProto:
     """Returns the model that :meth:`save_onnx` writes."""
     from ..step.onnx_file import to_proto
 
-    return to_proto(_with_weights(loop, names))
+    return to_proto(current_model(loop, names))
 
 
-def _with_weights(loop: TrainingLoop, names: Sequence[str], for_inference: bool = False) -> ir.Model:
+def current_model(loop: TrainingLoop, names: Sequence[str], for_inference: bool = False) -> ir.Model:
     """Returns the user's own ONNX model, or the evaluation graph with these outputs, with the current weights."""
     from ..step.onnx_file import with_weights
 

@@ -15,10 +15,12 @@ import torch
 from ..core.errors import DistributedError, shown, warn
 from ..core.interrupts import uninterrupted
 from ..core.optimizer_keys import STEP, UPDATE_COUNT
+from ..core.sealed import digest
 from ..optim.parts import Named
 from ..optim.torch_optimizer import TorchOptimizerConfig
 from ..state.bfloat16 import array_of, tensor_of
 from ..state.differences import derived_state
+from ..state.file import as_stored
 from ..state.state import Array, State
 from ..state.state_dict import LOSSES, read, to_state_dict
 from .strategy import Meeting, Strategy, check_done, together
@@ -117,6 +119,12 @@ def load(
         loop.started()  # raises if the user replaced tensors of the model by unusable ones
         state_dict = get_state_dict()
         restored = read(state_dict if owned else copied(state_dict), loop.contents, loop.window, strict)
+        if strict and restored.frozen_digest and restored.frozen_digest != _frozen_digest(loop):
+            raise ValueError(
+                "the state was saved without its frozen weights (utils.save_frozen_weights=False), and this trainer "
+                "has others: load it into a trainer with the same base, in which the same weights are trained; or "
+                "pass strict=False to put what it has beside these"
+            )
         rates.check_state(restored.objects.get("lr_scheduler"), strict)
         if "torch_optimizer" in restored.objects and isinstance(config, TorchOptimizerConfig):
             restored.objects["torch_optimizer"] = config.read_state(restored.objects["torch_optimizer"])
@@ -215,9 +223,12 @@ def gather(loop: TrainingLoop, meeting: Meeting, keep: bool = True) -> State:
     objects[LOSSES] = {"nonfinite": loop.losses.count} if loop.losses is not None and loop.losses.count else None
     if optimizer is not None and isinstance(loop.config, TorchOptimizerConfig):
         objects["torch_optimizer"] = loop.config.state_dict(copy=False)
+    leaves_out = bool(contents.frozen) and not loop.options.utils.save_frozen_weights
     return State(
         parameters=_arrays({**executor.parameters, **{name: executor.buffers[name] for name in floats}}),
         trainable=list(contents.trainable),
+        frozen=contents.frozen if leaves_out else (),
+        frozen_digest=_frozen_digest(loop) if leaves_out else "",
         buffers=_arrays({name: value for name, value in executor.buffers.items() if name not in floats}),
         names={name: contents.canonical[name] for name in contents.tensors},
         transient={name: contents.canonical[name] for name in contents.non_persistent},
@@ -243,6 +254,12 @@ def gather(loop: TrainingLoop, meeting: Meeting, keep: bool = True) -> State:
             "gradient_accumulation_steps": loop.window.size,
         },
     )
+
+
+def _frozen_digest(loop: TrainingLoop) -> str:
+    """Returns a digest of the names and values of the parameters that are not trained."""
+    parameters = loop.started().parameters
+    return digest((name, as_stored(parameters[name].detach().cpu())) for name in sorted(loop.contents.frozen))
 
 
 def _arrays(tensors: Named) -> dict[str, Array]:

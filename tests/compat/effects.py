@@ -96,6 +96,11 @@ def weights(options: dict[str, Any], _: Path, steps: int = 1) -> list[float]:
     return [trainer.get_parameter(name).double().sum().item() for name in ("fc1.weight", "fc2.weight")]
 
 
+def saved(options: dict[str, Any], _: Path) -> list[str]:
+    """Returns the names of the weights in a state dict."""
+    return sorted(trainer_after(options).state_dict()["model"]["full_precision"])
+
+
 def used_gradient(options: dict[str, Any], _: Path) -> float:
     """Returns the norm of a gradient that an update has used."""
     trainer = trainer_after(options, config=optim.AdamConfig(), factor=100.0)
@@ -315,6 +320,7 @@ OPTIONS: dict[str, Effect] = {
     "graph_transformer.transformer_layer_recompute": Effect(True, operators),
     "graph_transformer.number_recompute_layers": Effect(2, operators, LAYERS),
     "utils.frozen_weights": Effect(["fc1.weight"], weights),
+    "utils.save_frozen_weights": Effect(False, saved, {"utils": {"frozen_weights": ["fc1.weight"]}}),
     "utils.grad_norm_clip": Effect(False, used_gradient),
     "utils.max_grad_norm": Effect(0.01, used_gradient),
     "utils.max_grad_value": Effect(0.001, used_gradient),

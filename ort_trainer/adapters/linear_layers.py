@@ -1,0 +1,163 @@
+"""Finds the linear layers of an ONNX model, and the paths that they had in the code."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+__all__ = ["LinearLayer", "linear_layers"]
+
+_STANDARD = ("", "ai.onnx")
+# The key where torch.onnx (dynamo=True) records the paths of the modules around a node, outermost first.
+_SCOPES = "pkg.torch.onnx.name_scopes"
+# Nodes that lead from a stored weight to the matrix of a product.
+_OF_WEIGHTS = ("Transpose", "Cast", "Identity", "DequantizeLinear")
+
+
+@dataclass(frozen=True)
+class LinearLayer:
+    """A linear layer, ``y = x W + b``.
+
+    Attributes:
+        name: Its path, such as ``encoder.layer.0.attention.self.query``.
+        weight: The name of the initializer that stores W.
+        node: The node of the product.
+        output: Its output; the sum, if a bias is added to the product.
+        in_features: The size of the last dimension of x.
+        out_features: The size of the last dimension of y.
+        dtype: The type of x.
+        is_quantized: Whether the initializer stores integers.
+        is_transposed: Whether it has the shape (out, in).
+    """
+
+    name: str
+    weight: str
+    node: ir.Node
+    output: ir.Value
+    in_features: int
+    out_features: int
+    dtype: ir.DataType
+    is_quantized: bool
+    is_transposed: bool
+
+    @property
+    def input(self) -> ir.Value:
+        """x."""
+        value = self.node.inputs[0]
+        assert value is not None
+        return value
+
+
+def linear_layers(model: ir.Model, without: Collection[str] = ()) -> list[LinearLayer]:
+    """Returns the linear layers of a model's graph, in order; layers that share a weight have the same name.
+
+    Args:
+        model: The model.
+        without: Weights whose products are no layers.
+    """
+    layers: list[LinearLayer] = []
+    names: dict[str, str] = {}
+    for node in model.graph:
+        stored = _stored(node, model.graph)
+        if stored is None or stored[0].name in without:
+            continue
+        initializer, is_transposed, dtype, sizes = stored
+        weight = str(initializer.name)
+        added = _added_bias(node.outputs[0])
+        if weight not in names:
+            bias = node.inputs[2] if node.op_type == "Gemm" and len(node.inputs) > 2 else added and added[1]
+            path = _path(node, weight, "" if bias is None else str(bias.name))
+            same = sum(name == path or name.startswith(f"{path}_") for name in names.values())
+            names[weight] = f"{path}_{same}" if path in names.values() else path
+        layers.append(
+            LinearLayer(
+                names[weight],
+                weight,
+                node,
+                node.outputs[0] if added is None else added[0],
+                *sizes,
+                dtype,
+                not _is_float(initializer),
+                is_transposed,
+            )
+        )
+    return layers
+
+
+def _stored(node: ir.Node, graph: ir.Graph) -> tuple[ir.Value, bool, ir.DataType, tuple[int, int]] | None:
+    """Returns the stored weight of a product, whether it is transposed, the type of x, and the sizes (in, out).
+
+    None if the node is no product with a weight of two dimensions.
+    """
+    if node.op_type == "MatMulNBits" and node.domain == "com.microsoft":
+        packed, scales = node.inputs[1], node.inputs[2]
+        if packed is None or scales is None or packed.const_value is None or scales.const_value is None:
+            return None
+        sizes = node.attributes.get_int("K", 0), node.attributes.get_int("N", 0)
+        return packed, True, scales.const_value.dtype, sizes
+    if node.domain not in _STANDARD or node.op_type not in ("MatMul", "Gemm"):
+        return None
+    if node.attributes.get_int("transA", 0) or node.inputs[0] is None or node.inputs[0].is_initializer():
+        return None
+    is_transposed = bool(node.attributes.get_int("transB", 0))
+    value, dtype = node.inputs[1], None
+    while value is not None and value.const_value is None:
+        maker = value.producer()
+        if maker is None or maker.op_type not in _OF_WEIGHTS or maker.domain not in _STANDARD:
+            return None
+        is_transposed ^= maker.op_type == "Transpose"
+        if dtype is None:
+            dtype = _type_of_result(maker)
+        value = maker.inputs[0]
+    if value is None or value.const_value is None or value.name not in graph.initializers:
+        return None
+    shape = value.const_value.shape.numpy()
+    if len(shape) != 2:
+        return None
+    sizes = (shape[1], shape[0]) if is_transposed else (shape[0], shape[1])
+    return value, is_transposed, dtype or value.const_value.dtype, sizes
+
+
+def _type_of_result(node: ir.Node) -> ir.DataType | None:
+    """Returns the type of a float that a Cast or DequantizeLinear makes; None for nodes that keep the type."""
+    if node.op_type == "Cast":
+        return ir.DataType(node.attributes.get_int("to", 0))
+    if node.op_type == "DequantizeLinear":
+        wanted = node.attributes.get_int("output_dtype", 0)
+        scale = node.inputs[1]
+        return ir.DataType(wanted) if wanted else None if scale is None else scale.dtype
+    return None
+
+
+def _added_bias(product: ir.Value) -> tuple[ir.Value, ir.Value] | None:
+    """Returns the sum and the bias, if all that a product is used for is to add an initializer of one dimension."""
+    if product.is_graph_output() or len(product.uses()) != 1:
+        return None
+    ((node, place),) = product.uses()
+    if node.op_type != "Add" or node.domain not in _STANDARD:
+        return None
+    bias = node.inputs[1 - place]
+    is_bias = bias is not None and bias.const_value is not None and len(bias.const_value.shape) == 1
+    return (node.outputs[0], bias) if is_bias and bias is not None else None
+
+
+def _path(node: ir.Node, weight: str, bias: str) -> str:
+    """Returns the path of a layer: from its weights' names, from where torch.onnx says, or from the node's name."""
+    for name in (weight, bias):
+        path, _, last = name.rpartition(".")
+        if path and last in ("weight", "kernel", "bias"):
+            return path
+    if _SCOPES in node.metadata_props:
+        # The last scope is the node itself.
+        paths = [scope for scope in ast.literal_eval(node.metadata_props[_SCOPES])[:-1] if scope]
+        if paths:
+            return str(paths[-1])
+    folders = str(node.name or "").strip("/").split("/")
+    return ".".join(folders[:-1]) if len(folders) > 1 else weight
+
+
+def _is_float(value: ir.Value) -> bool:
+    return value.dtype is not None and value.dtype.is_floating_point()

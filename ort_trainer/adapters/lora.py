@@ -1,0 +1,119 @@
+"""``LoRA``: what low-rank adapters are added to, and of which size."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from ..core.errors import check_count, shown
+
+__all__ = ["LoRA"]
+
+# The last parts of the paths of layers that make queries, keys and values, in the model families of transformers.
+_ATTENTION = {
+    *("q_proj", "k_proj", "v_proj", "query_proj", "key_proj", "value_proj", "qkv_proj", "in_proj"),
+    *("query", "key", "value", "q", "k", "v", "q_lin", "k_lin", "v_lin", "to_q", "to_k", "to_v"),
+    *("c_attn", "q_attn", "qkv", "Wqkv", "query_key_value"),
+}
+_NEAREST = 5
+
+
+@dataclass(frozen=True)
+class LoRA:
+    """A low-rank adapter: a linear layer ``x W`` becomes ``x W + alpha / rank * dropout(x) A^T B^T``.
+
+    W does not change; A, of shape (rank, in), and B, of shape (out, rank), are trained. B begins with zeros, so the
+    adapted model begins as the base (Hu et al., 2021, "LoRA: Low-Rank Adaptation of Large Language Models").
+
+    Args:
+        rank: The rank of the product, at most the smaller side of each weight.
+        alpha: The numerator of the scale.
+        dropout: The probability of dropping an element of x before A, in training.
+        targets: The layers: ``"attention"`` for those that make queries, keys and values, by the names that common
+            models give them; ``"linear"`` for all; another str is a regular expression that matches whole paths, as
+            ``r"encoder\\.layer\\.\\d+\\..*"``; a sequence lists paths or their last parts, as ``["q_proj", "v_proj"]``.
+        also_train: Names of weights of the base to train as well and to store with the adapter, such as those of a
+            new classifier.
+
+    Raises:
+        TypeError, ValueError: If a value has the wrong type or is out of range.
+    """
+
+    rank: int = 8
+    alpha: float = 16.0
+    dropout: float = 0.0
+    targets: str | Sequence[str] = "attention"
+    also_train: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        check_count("rank", self.rank)
+        for name in ("alpha", "dropout"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)):
+                raise TypeError(f"{name} must be a number, but {shown(value)} was given")
+            if not math.isfinite(value):
+                raise ValueError(f"{name} must be finite, but {value} was given")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout must be at least 0 and less than 1, but {self.dropout} was given")
+        for name in ("targets", "also_train"):
+            value = getattr(self, name)
+            if name == "targets" and isinstance(value, str):
+                continue
+            if isinstance(value, str) or not isinstance(value, Iterable) or not all(isinstance(v, str) for v in value):
+                raise TypeError(f"{name} must be a list of names, but {shown(value)} was given")
+            object.__setattr__(self, name, tuple(value))
+        if not self.targets:
+            raise ValueError("targets must not be empty: name layers, or use 'attention' or 'linear'")
+
+    @property
+    def scale(self) -> float:
+        """The factor of the product."""
+        return self.alpha / self.rank
+
+    def chosen(self, layers: Sequence[str]) -> list[str]:
+        """Returns the layers among some that get an adapter.
+
+        Args:
+            layers: The paths of all linear layers.
+
+        Raises:
+            ValueError: If targets match nothing, or are no regular expression.
+        """
+        if self.targets == "linear":
+            return list(layers)
+        if self.targets == "attention":
+            chosen = [layer for layer in layers if layer.rpartition(".")[2] in _ATTENTION]
+            missing = [] if chosen else ["attention"]
+        elif isinstance(self.targets, str):
+            try:
+                pattern = re.compile(self.targets)
+            except re.error as error:
+                raise ValueError(f"targets {self.targets!r} is no regular expression: {error}") from None
+            chosen = [layer for layer in layers if pattern.fullmatch(layer)]
+            missing = [] if chosen else [self.targets]
+        else:
+            chosen = [layer for layer in layers if any(_names(target, layer) for target in self.targets)]
+            missing = [target for target in self.targets if not any(_names(target, layer) for layer in layers)]
+        if missing:
+            raise ValueError(
+                f"the targets {missing} match no linear layer. {_nearest(missing, layers)}Use their paths or last "
+                "parts, a regular expression, 'attention' or 'linear'"
+            )
+        return chosen
+
+
+def _names(target: str, layer: str) -> bool:
+    """Returns whether a target names a layer: it is its path, or the end of it."""
+    return layer == target or layer.endswith("." + target)
+
+
+def _nearest(targets: Iterable[str], layers: Sequence[str]) -> str:
+    """Returns a sentence with the names that are most like some targets; of the last parts, if there are many."""
+    if not layers:
+        return "The model has no linear layer (MatMul, Gemm or MatMulNBits with a weight). "
+    names = [*layers, *dict.fromkeys(layer.rpartition(".")[2] for layer in layers)]
+    near = dict.fromkeys(n for target in targets for n in difflib.get_close_matches(target, names, _NEAREST))
+    return f"The nearest are {list(near)}. " if near else f"The model has {shown(list(layers))}. "

@@ -1,0 +1,150 @@
+"""``save_adapter`` and ``load_adapter``: adapters as folders in peft's format."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import torch
+
+from ..core.atomic import replace_all, temporary_folder
+from ..core.errors import CheckpointError, shown
+from ..core.sealed import DTYPES, read_header, read_tensors, write
+from ..export.onnx import load_onnx_model
+from ..step.onnx_file import to_proto
+from .lora import LoRA
+from .lora_nodes import adapter_of, add_lora
+from .models import Source, inference_model
+
+__all__ = ["load_adapter", "save_adapter"]
+
+_CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+_BASE = "ort_trainer.base"
+# Settings of peft's LoraConfig that change what an adapter computes, with the values that mean nothing.
+_OTHERS: dict[str, tuple[Any, ...]] = {
+    "bias": ("none",),
+    "use_dora": (False, None),
+    "rank_pattern": ({}, None),
+    "alpha_pattern": ({}, None),
+    "layer_replication": (None,),
+    "trainable_token_indices": (None,),
+    "target_parameters": (None, []),
+    "lora_bias": (False, None),
+}
+_CHANGES_BASE = ("pissa", "olora", "corda", "loftq")
+
+
+def save_adapter(source: Source, folder: str | os.PathLike[str]) -> None:
+    """Writes an adapter of an ONNX model alone, as a folder in peft's format, with the fingerprint of its base.
+
+    ``peft.PeftModel.from_pretrained(model, folder)`` loads it for the PyTorch model that the ONNX model was exported
+    from, if the layers have the same paths. A peft model in PyTorch has ``save_pretrained`` for this.
+
+    Args:
+        source: A trainer of a model from :func:`add_adapter`, or an ONNX model that ``save_as_onnx`` has written.
+        folder: The folder, created if it does not exist; files in it are replaced, both or none.
+
+    Raises:
+        ValueError: If the model has no adapter.
+        NotADirectoryError: If the folder is a file.
+    """
+    model = inference_model(source)
+    adapter = adapter_of(model)
+    lora = adapter.lora
+    config = {
+        "peft_type": "LORA",
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": lora.dropout,
+        "target_modules": list(adapter.layers),
+        "modules_to_save": sorted({name.rpartition(".")[0] for name in adapter.trained}) or None,
+        "bias": "none",
+        "task_type": None,
+        "base_model_name_or_path": None,
+        "inference_mode": True,
+    }
+    tensors = {}
+    for name in adapter.tensors:
+        constant = model.graph.initializers[name].const_value
+        assert constant is not None
+        array = np.ascontiguousarray(constant.numpy())
+        tensors[_PREFIX + name] = (array.dtype.name, array.shape, array.reshape(-1).view(np.uint8))
+    path = Path(folder)
+    path.mkdir(parents=True, exist_ok=True)
+    with temporary_folder(path.parent, path.name) as temporary:
+        (temporary / _CONFIG).write_text(json.dumps(config, indent=2))
+        with (temporary / _WEIGHTS).open("w+b") as file:
+            write(file, tensors, {"format": "pt", _BASE: adapter.base})
+        replace_all([(temporary / name, path / name) for name in (_WEIGHTS, _CONFIG)])
+
+
+def load_adapter(model: onnx.ModelProto | str | os.PathLike[str], folder: str | os.PathLike[str]) -> onnx.ModelProto:
+    """Returns an ONNX model with a stored adapter, to train it further, to merge or to export it.
+
+    Args:
+        model: The base, or its path.
+        folder: What :func:`save_adapter` or peft's ``save_pretrained`` has written.
+
+    Raises:
+        FileNotFoundError: If a file is missing.
+        CheckpointError: If a file is damaged, or the adapter is none that ONNX models can have.
+        ValueError: If the adapter is of another base.
+    """
+    path = Path(folder)
+    config = _read_config(path / _CONFIG)
+    with (path / _WEIGHTS).open("rb") as file:
+        header = read_header(file, str(path / _WEIGHTS))
+        found = read_tensors(file, header, str(path / _WEIGHTS), header.tensors)
+    tensors = {
+        name.removeprefix(_PREFIX): torch.from_numpy(data)
+        .view(getattr(torch, DTYPES[header.tensors[name].dtype]))
+        .reshape(header.tensors[name].shape)
+        for name, data in found.items()
+    }
+    pairs = [name for name in tensors if name.endswith((".lora_A.weight", ".lora_B.weight"))]
+    layers = list(dict.fromkeys(name.rpartition(".lora_")[0] for name in pairs))
+    rank, alpha = config["r"], config["lora_alpha"]
+    lora = LoRA(
+        rank,
+        alpha * rank**0.5 if config.get("use_rslora") else alpha,
+        config.get("lora_dropout") or 0.0,
+        layers,
+        [name for name in tensors if name not in pairs],
+    )
+    loaded = load_onnx_model(model)
+    adapted = add_lora(loaded, lora, tensors)
+    adapter = adapter_of(adapted)
+    if header.metadata.get(_BASE, adapter.base) != adapter.base:
+        raise ValueError(
+            f"{str(path)!r} is an adapter of another base: its weights differ from those that it was trained on. Load "
+            "it with the model that add_adapter was called with"
+        )
+    return to_proto(adapted)
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    """Returns the settings in a file of peft.
+
+    Raises:
+        CheckpointError: If they are damaged, or ask for what ONNX models can't have.
+    """
+    try:
+        config: dict[str, Any] = json.loads(path.read_text())
+        if config["peft_type"] != "LORA":
+            raise CheckpointError(f"{path} is an adapter of type {shown(config['peft_type'])}: only LORA is supported")
+        if not isinstance(config["r"], int) or not isinstance(config["lora_alpha"], (int, float)):
+            raise TypeError("r or lora_alpha is no number")
+    except (KeyError, TypeError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise CheckpointError(f"{path} is damaged, or not of peft: {error!r}") from error
+    for name, allowed in _OTHERS.items():
+        if name in config and config[name] not in allowed:
+            raise CheckpointError(f"{path} sets {name} to {shown(config[name])}, which ONNX models can't have")
+    start = config.get("init_lora_weights")
+    if isinstance(start, str) and start.startswith(_CHANGES_BASE):
+        raise CheckpointError(f"{path} sets init_lora_weights to {start!r}, which changes the base: merge it with peft")
+    return config

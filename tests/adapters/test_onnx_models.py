@@ -1,0 +1,239 @@
+"""Adapters of ONNX models, against the same adapters in plain PyTorch, peft and ONNX Runtime's LoraAdapter."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+from torch import nn
+
+from ort_trainer import ORTTrainer, optim
+from ort_trainer.adapters import LoRA, add_adapter, export_adapter, load_adapter, merge_adapter, save_adapter
+
+from .models import LowRank, batch, classifier, exported, quantized, round_weights, tensors
+
+LORA = LoRA(rank=4, alpha=8, targets=["q_proj", "v_proj"])
+HEAD = ("head.weight", "head.bias")
+
+
+def in_pytorch(model: nn.Module, adapted: onnx.ModelProto, lora: LoRA = LORA) -> nn.Module:
+    """Returns a model with the adapters of an adapted ONNX model, of which only these are trained."""
+    stored = tensors(adapted)
+    model.requires_grad_(False)
+    for name, layer in list(model.named_modules()):
+        if f"{name}.lora_A.weight" in stored:
+            a, b = (stored[f"{name}.lora_{part}.weight"] for part in "AB")
+            model.set_submodule(name, LowRank(layer, a, b, lora.scale))
+    for name in lora.also_train:
+        model.get_parameter(name).requires_grad_(True)
+    return model
+
+
+def train_both(model: nn.Module, trainer: ORTTrainer, steps: int = 20) -> None:
+    """Trains in PyTorch and here, and compares losses."""
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    for step in range(steps):
+        ids, label = batch(step)
+        loss = nn.functional.cross_entropy(model(ids), label)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert trainer.train_step(ids, label)[0].item() == pytest.approx(loss.item(), rel=1e-4)
+
+
+def trainer_of(model: onnx.ModelProto) -> ORTTrainer:
+    return ORTTrainer(model, "auto", optim.AdamWConfig(lr=1e-2), loss_fn="cross_entropy")
+
+
+def run(model: onnx.ModelProto | bytes, ids: torch.Tensor, options: object = None) -> np.ndarray:
+    data = model if isinstance(model, bytes) else model.SerializeToString()
+    settings = onnxruntime.SessionOptions()
+    settings.log_severity_level = 3
+    session = onnxruntime.InferenceSession(data, settings, providers=["CPUExecutionProvider"])
+    return session.run(None, {"ids": ids.numpy()}, options)[0]
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("fold", [False, True], ids=["weights", "constants"])
+def test_an_adapter_trains_merges_and_is_exported(tmp_path, fold: bool) -> None:
+    """PyTorch, the merged model, and the base with the exported adapter compute the same; the base what it did."""
+    base = exported(classifier(), fold)
+    lora = LoRA(4, 8, targets=LORA.targets, also_train=() if fold else HEAD)
+    adapted = add_adapter(base, lora)
+    reference = in_pytorch(classifier(), adapted, lora)
+    trainer = trainer_of(adapted)
+    train_both(reference, trainer)
+    assert len(trainer.loop.source.trainable) == 8 + len(lora.also_train)
+    ids = batch(30)[0]
+    expected = reference(ids).detach().numpy()
+    np.testing.assert_allclose(trainer.predict(ids).numpy(), expected, rtol=1e-4, atol=1e-5)
+    merged = merge_adapter(trainer)
+    np.testing.assert_allclose(run(merged, ids), expected, rtol=1e-4, atol=1e-5)
+    assert len(merged.graph.node) == len(base.graph.node)
+    export_adapter(trainer, tmp_path / "a.onnx_adapter", tmp_path / "base.onnx")
+    exported_base = (tmp_path / "base.onnx").read_bytes()
+    if not lora.also_train:
+        np.testing.assert_allclose(run(exported_base, ids), run(base, ids), rtol=1e-5, atol=1e-6)
+    if hasattr(onnxruntime, "LoraAdapter"):  # onnxruntime 1.20 and newer
+        adapter, options = onnxruntime.LoraAdapter(), onnxruntime.RunOptions()
+        adapter.Load(str(tmp_path / "a.onnx_adapter"))
+        options.add_active_adapter(adapter)
+        np.testing.assert_allclose(run(exported_base, ids, options), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["MatMulNBits", "DequantizeLinear"])
+def test_a_base_that_others_have_quantized(kind: str) -> None:
+    names = [f"layers.{at}.{part}.weight" for at in range(2) for part in ("q_proj", "v_proj", "out")]
+    model = classifier()
+    round_weights(model, names)
+    adapted = add_adapter(quantized(exported(classifier()), names, kind), LoRA(4, 8, targets=["q_proj", "out"]))
+    trainer = trainer_of(adapted)
+    train_both(in_pytorch(model, adapted), trainer)
+    with pytest.raises(ValueError, match=r"'layers.0.q_proj' is quantized, .* use export_adapter"):
+        merge_adapter(trainer)
+
+
+def test_the_adapter_alone_is_stored_and_loaded(tmp_path) -> None:
+    peft = pytest.importorskip("peft")
+    base = exported(classifier())
+    trainer = trainer_of(add_adapter(base, LoRA(4, 8, targets=LORA.targets, also_train=HEAD)))
+    for step in range(3):
+        trainer.train_step(*batch(step))
+    save_adapter(trainer, tmp_path / "adapter")
+    ids, label = batch(30)
+    expected = trainer.predict(ids)
+    again = trainer_of(load_adapter(base, tmp_path / "adapter"))
+    again.prepare((ids, label))
+    torch.testing.assert_close(again.predict(ids), expected, rtol=0, atol=0)
+    in_peft = peft.PeftModel.from_pretrained(classifier(), str(tmp_path / "adapter"))
+    torch.testing.assert_close(in_peft(ids), expected)
+    in_peft.save_pretrained(str(tmp_path / "of_peft"))
+    of_peft = trainer_of(load_adapter(base, tmp_path / "of_peft"))
+    of_peft.prepare((ids, label))
+    torch.testing.assert_close(of_peft.predict(ids), expected)
+
+
+def test_a_pytorch_model_gets_an_adapter_of_peft(tmp_path) -> None:
+    pytest.importorskip("peft")
+    model = add_adapter(classifier(), LoRA(4, 8, targets="attention", also_train=HEAD))
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    assert len(trained) == 10 and model.peft_config["default"].r == 4
+    trainer = ORTTrainer(
+        model, "auto", optim.AdamWConfig(lr=1e-2), loss_fn=lambda y, label: nn.functional.cross_entropy(y, label)
+    )
+    for step in range(2):
+        ids, label = batch(step)
+        trainer.train_step(ids=ids, label=label)
+    export_adapter(trainer, tmp_path / "a.onnx_adapter", tmp_path / "base.onnx")
+    ids = batch(1)[0]
+    if hasattr(onnxruntime, "LoraAdapter"):
+        adapter, options = onnxruntime.LoraAdapter(), onnxruntime.RunOptions()
+        adapter.Load(str(tmp_path / "a.onnx_adapter"))
+        options.add_active_adapter(adapter)
+        given = run((tmp_path / "base.onnx").read_bytes(), ids, options)
+        np.testing.assert_allclose(given, trainer.predict(ids=ids).numpy(), rtol=1e-4, atol=1e-5)
+
+
+def test_dropout_acts_in_training_alone() -> None:
+    adapted = add_adapter(exported(classifier()), LoRA(4, 8, dropout=0.5, targets=["q_proj"]))
+    for value in adapted.graph.initializer:
+        if value.name.endswith("lora_B.weight"):
+            value.CopyFrom(onnx.numpy_helper.from_array(np.ones(value.dims, np.float32), value.name))
+    trainer = trainer_of(adapted)
+    ids, label = batch(0)
+    losses = {trainer.forward(ids, label)[0].item() for _ in range(3)}
+    assert len(losses) == 3
+    assert len({trainer.eval_step(ids, label)[0].item() for _ in range(2)}) == 1
+    assert all(node.op_type != "Dropout" for node in merge_adapter(trainer).graph.node)
+
+
+def test_layers_that_share_a_weight_share_the_adapter() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(6, 6)
+
+        def forward(self, ids):
+            return self.layer(self.layer(nn.functional.one_hot(ids, 6).float())).mean(1)
+
+    torch.manual_seed(0)
+    model = Twice()
+    import io
+
+    file = io.BytesIO()
+    sample = torch.randint(0, 6, (3, 4))
+    torch.onnx.export(model, (sample,), file, input_names=["ids"], output_names=["y"], dynamo=False)
+    lora = LoRA(2, targets="linear")
+    adapted = add_adapter(onnx.load_from_string(file.getvalue()), lora)
+    assert [name for name in tensors(adapted) if "lora" in name] == ["layer.lora_A.weight", "layer.lora_B.weight"]
+    trainer = ORTTrainer(adapted, "auto", optim.AdamWConfig(lr=1e-2), loss_fn="cross_entropy")
+    reference = in_pytorch(model, adapted, lora)
+    optimizer = torch.optim.AdamW([p for p in reference.parameters() if p.requires_grad], lr=1e-2)
+    label = torch.tensor([0, 3, 5])
+    for _ in range(5):
+        loss = nn.functional.cross_entropy(reference(sample), label)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert trainer.train_step(sample, label)[0].item() == pytest.approx(loss.item(), rel=1e-4)
+    np.testing.assert_allclose(run(merge_adapter(trainer), sample), reference(sample).detach(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"targets": ["q_porj"]}, r"\['q_porj'\] match no linear layer. The nearest are .*q_proj"),
+        ({"targets": r"encoder\..*"}, "match no linear layer"),
+        ({"targets": "("}, "is no regular expression"),
+        ({"targets": []}, "must not be empty"),
+        ({"rank": 64}, "rank 64 is beyond the size of 'layers.0.q_proj', a layer from 32 to 32 features: use at most"),
+        ({"rank": 0}, "rank must be at least 1"),
+        ({"dropout": 1.0}, "dropout must be at least 0 and less than 1"),
+        ({"alpha": float("nan")}, "alpha must be finite"),
+        ({"also_train": ["head.wieght"]}, r"no such weight: the nearest are .*head.weight"),
+        ({"also_train": ["layers.0.out.weight_codes"]}, "holds integers, such as quantized weights"),
+    ],
+)
+def test_bad_settings(settings: dict, message: str) -> None:
+    base = quantized(exported(classifier()), ["layers.0.out.weight"], "DequantizeLinear")
+    with pytest.raises(ValueError, match=message):
+        add_adapter(base, LoRA(**{"rank": 4, "targets": ["q_proj"], **settings}))
+
+
+def test_what_is_no_adapter_is_refused(tmp_path) -> None:
+    base = exported(classifier())
+    with pytest.raises(ValueError, match="has no adapter"):
+        merge_adapter(base)
+    with pytest.raises(ValueError, match="all are an adapter's"):
+        export_adapter(base, tmp_path / "a.onnx_adapter")
+    with pytest.raises(ValueError, match="already"):
+        add_adapter(add_adapter(base, LORA), LORA)
+    with pytest.raises(TypeError, match="takes a LoRA"):
+        add_adapter(base, {"rank": 4})  # type: ignore[call-overload]
+    with pytest.raises(TypeError, match="an ONNX model or its path"):
+        add_adapter(3, LORA)  # type: ignore[call-overload]
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_adapter_of_another_base_is_refused(tmp_path) -> None:
+    base = exported(classifier())
+    save_adapter(add_adapter(base, LORA), tmp_path / "adapter")
+    other = classifier()
+    other.head.weight.data[0, 0] += 1e-3
+    with pytest.raises(ValueError, match="is an adapter of another base"):
+        load_adapter(exported(other), tmp_path / "adapter")
+    config = tmp_path / "adapter" / "adapter_config.json"
+    for change, message in [
+        ('"use_dora": true,', "sets use_dora to True"),
+        ('"init_lora_weights": "pissa_niter_4",', "which changes the base"),
+    ]:
+        text = config.read_text()
+        config.write_text("{" + change + text[1:])
+        with pytest.raises(ValueError, match=message):
+            load_adapter(base, tmp_path / "adapter")
+        config.write_text(text)
+    config.write_text("{}")
+    with pytest.raises(ValueError, match="is damaged, or not of peft"):
+        load_adapter(base, tmp_path / "adapter")
