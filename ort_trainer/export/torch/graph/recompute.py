@@ -72,11 +72,12 @@ _DRAWN = (ort_ops.noise.default, ort_ops.noise.rate, ort_ops.draw_mask.default, 
 _DROPOUTS = (aten.mul.Tensor, ort_ops.apply_mask.default, ort_ops.apply_mask.rate)
 # The layer and the rest of the name of a weight in a submodule of a layer; the first number in it is the layer's.
 _WEIGHT_OF_LAYER = re.compile(r"((?:[^.\d][^.]*\.)*\d+)\.([^.]+\..+)")
+_PACKED = frozenset({torch.int8, torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2})
 _NORMS = frozenset({aten.native_layer_norm.default, aten.rsqrt.default})
 
 
 def asks_for_recomputation(options: RecomputeOptions, flat: FlatGraph) -> bool:
-    """Returns whether :func:`apply_recompute` has anything to do."""
+    """Returns whether the options or the model ask for values to be computed again."""
     marked = any(CHECKPOINT in (node.meta.get("custom") or {}) for node in flat.module.graph.nodes)
     return marked or options != RecomputeOptions()
 
@@ -90,6 +91,8 @@ def apply_recompute(
 ) -> None:
     """Makes the backward pass recompute what the options name, and what the model runs in ``torch.utils.checkpoint``.
 
+    It also computes the floats of quantized weights again, if operators run in the order of the graph.
+
     Args:
         options: The options.
         flat: The captured graph, which is modified.
@@ -100,10 +103,11 @@ def apply_recompute(
     Raises:
         ExportError: If an option names something that the model does not have.
     """
-    if not asks_for_recomputation(options, flat):
+    packed = keeps_order and any(map(_is_packed, (*flat.state, *flat.constants)))
+    if not packed and not asks_for_recomputation(options, flat):
         return
     graph = _JointGraph(flat, random)
-    regions = _regions(options, graph, random, model)
+    regions = _regions(options, graph, random, model) + (_unpacked(graph) if packed else [])
     if regions or options.cheap:
         flat.read_sizes_from_batch()
     copies = _recompute_regions(graph, regions, keeps_order)
@@ -118,6 +122,7 @@ def values_to_recompute(
     """Returns the forward values that a separate backward pass computes again; see :func:`apply_recompute`."""
     graph = _JointGraph(flat, random)
     regions = _regions(options, graph, random, model) + (_cheap_regions(graph) if options.cheap else [])
+    regions += _unpacked(graph)
     return set().union(*(_inside(graph, region) for region in regions))
 
 
@@ -193,7 +198,7 @@ class _JointGraph:
         drawn = (self.graph.find_nodes(op="call_function", target=operator) for operator in _DRAWN)
         drawn_by_device = (node for node in self.graph.nodes if draws_numbers(node))
         self.random = frozenset(random).union(drawn_by_device, *drawn)
-        self.state = flat.state
+        self.state, self.constants = flat.state, flat.constants
         # Always in memory: reading them again keeps nothing alive.
         self.free = {*flat.state, *flat.constants, *self.random}
         self.candidates = [
@@ -461,6 +466,30 @@ def _cheap_regions(graph: _JointGraph) -> list[_Region]:
     needed = reached(read & recomputed, lambda node: recomputed.intersection(node.all_input_nodes))
     # A copy that is computed from weights alone reads no ``after``, so it would be merged with its original.
     return [region for region in _connected(needed, graph) if _reads_activations(region.nodes, graph)]
+
+
+def _unpacked(graph: _JointGraph) -> list[_Region]:
+    """Returns the regions that turn quantized weights into floats, which take several times their memory::
+
+    integers, scales -> floats -> product          the floats are alive during each product alone,
+                `----> floats -> gradient          and the graph keeps only the integers
+    """
+    always = {*graph.state, *graph.constants}
+    packed, of_weights = {node for node in always if _is_packed(node)}, set(always)
+    unpacked: set[Node] = set()
+    for node in graph.candidates:
+        sources = {source for source in node.all_input_nodes if tensors_of(source)}
+        if sources and sources <= of_weights:
+            of_weights.add(node)
+            if sources & (packed | unpacked):
+                unpacked.add(node)
+    return _connected(unpacked, graph)
+
+
+def _is_packed(node: Node) -> bool:
+    """Returns whether a tensor has a type in which weights are quantized; masks and indices have others."""
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.dtype in _PACKED and value.dim() > 1
 
 
 def _is_cheap(node: Node) -> bool:

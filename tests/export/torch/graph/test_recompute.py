@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import weakref
 from collections import Counter
 from typing import Any
 
@@ -12,13 +11,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from ort_trainer import ORTTrainer, ORTTrainerOptions, optim
 from ort_trainer.core.dims import evaluate
 from ort_trainer.core.errors import ExportError
 
+from ....alive import Alive
 from ....helpers import MLP_DESC, assert_same_training, mlp_batches
 
 pytestmark = [pytest.mark.engine, pytest.mark.options(random_numbers="pytorch", kernels="onnxruntime")]
@@ -313,33 +312,6 @@ def test_with_mixed_precision() -> None:
     plain, recomputed = (train({**mixed, **options})[1] for options in ({}, OPTIONS["all"]))
     for ours, theirs in zip(recomputed, plain, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
-
-
-class Alive(TorchDispatchMode):
-    """Records the most bytes that are in memory at once, of what operators return."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.peak = 0
-        self._readers: Counter[int] = Counter()
-        self._bytes: dict[int, int] = {}
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = function(*args, **(kwargs or {}))
-        for value in found if isinstance(found, (tuple, list)) else [found]:
-            if isinstance(value, torch.Tensor):
-                storage = value.untyped_storage()
-                place = storage.data_ptr()
-                self._readers[place] += 1
-                self._bytes[place] = storage.nbytes()
-                weakref.finalize(value, self._release, place)
-        self.peak = max(self.peak, sum(self._bytes.values()))
-        return found
-
-    def _release(self, place: int) -> None:
-        self._readers[place] -= 1
-        if not self._readers[place]:
-            del self._bytes[place]
 
 
 @pytest.mark.parametrize("name", [*(name for name in OPTIONS if name != "off"), "checkpoint"])
