@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from . import amp, optim
+    from .adapters.quantize import quantize
     from .compat.training_session import TrainingParameters, TrainingSession
     from .core.errors import CheckpointError, DistributedError, ExportError, ValueBranchError, VerificationError
     from .export.torch import register_operator
@@ -33,6 +34,7 @@ __all__ = [
     "VerificationError",
     "amp",
     "optim",
+    "quantize",
     "read_user_dict",
     "register_onnx_operator",
     "register_operator",
@@ -56,6 +58,7 @@ _PLACES = {
     "TrainingSession": "compat.training_session",
     "ValueBranchError": "core.errors",
     "VerificationError": "core.errors",
+    "quantize": "adapters.quantize",
     "read_user_dict": "state",
     "register_onnx_operator": "export.user_operators",
     "register_operator": "export.torch",

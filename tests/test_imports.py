@@ -47,7 +47,19 @@ ALLOWED = {
     # It imports the public names with ``import ort_trainer``; nothing else may do that, or import compat.
     "compat": {"amp", "api", "artifacts", "core", "engine", "export", "optim", "options", "state", "step", "train"}
     | {"trainer"},
-    "__init__": {"amp", "compat", "core", "export", "module", "optim", "options", "runs", "state", "trainer"},
+    "__init__": {
+        "adapters",
+        "amp",
+        "compat",
+        "core",
+        "export",
+        "module",
+        "optim",
+        "options",
+        "runs",
+        "state",
+        "trainer",
+    },
 }
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ..core.errors import shown
+from ..core.quantized import check_kind
 from ..engine.ownership import shared_groups
 from ..export import BORROWED
 from ..optim import lr_scheduler
@@ -23,7 +24,7 @@ from ..train.transaction import in_transaction
 from .files import EVALUATION_MODEL, OPTIMIZER_MODEL, TRAINING_MODEL, Described, contents, target_folder, write_files
 from .kinds import FLAVORS
 from .optimizer_model import Updated, optimizer_model
-from .quantize import check_kind, with_quantized
+from .quantize import with_quantized
 from .reduced_operators import check_name, operators_of
 from .step_models import evaluation_model, training_model
 from .updates import optimizer_name, parameter_updates
@@ -61,7 +62,7 @@ def export_artifacts(
         outputs: Outputs of the models besides the loss; None for all described ones.
         fixed_learning_rate: Whether to store the learning rate in onnxruntime-training's optimizer model.
         reduced_operators: Name of a file that lists the operators that the models need; None for no such file.
-        quantize_frozen: The type of frozen weights, one of :data:`~.quantize.KINDS`; None to keep them as they are.
+        quantize_frozen: The type of frozen weights, ``int8`` or ``int4``; None to keep them as they are.
         notes: Name -> text of files to write beside the models.
         sample_batch: A batch for the export of the model, as for ``ORTTrainer.prepare``.
     """
@@ -83,10 +84,9 @@ def export_artifacts(
                 f"reduced_operators is for the flavor {FLAVORS[0]!r} only, which reduced builds of ONNX Runtime can "
                 "train: leave it out"
             )
-    if quantize_frozen is not None:
-        check_kind(quantize_frozen)
-        if flavor != FLAVORS[0]:
-            raise ValueError(f"quantize_frozen is for the flavor {FLAVORS[0]!r} only: leave it out")
+    check_kind(quantize_frozen, "quantize_frozen", optional=True)
+    if quantize_frozen is not None and flavor != FLAVORS[0]:
+        raise ValueError(f"quantize_frozen is for the flavor {FLAVORS[0]!r} only: leave it out")
     _check_exportable(loop)
     if not loop.graphs.has_started:
         loop.export(sample_batch)

@@ -11,27 +11,16 @@ import numpy as np
 import onnx_ir as ir
 import onnx_ir.passes.common as common_passes
 
-from ..core.errors import shown
+from ..core.quantized import int4_blocks, int8_rows
 from ..state.state import Array, State
 from ..step import Step
 from ..step.emitter import Emitter, Names
 from .files import Described
 
-__all__ = ["KINDS", "check_kind", "with_quantized"]
+__all__ = ["with_quantized"]
 
-KINDS = ("int8", "int4")
 _BLOCK = 32
 """Number of consecutive elements of a row that share a scale in 4 bits."""
-
-
-def check_kind(kind: object) -> None:
-    """Checks the name of a type of quantized weights.
-
-    Raises:
-        ValueError: If it is unknown.
-    """
-    if kind not in KINDS:
-        raise ValueError(f"quantize_frozen must be None or one of {list(KINDS)}, but {shown(kind)} was given")
 
 
 def with_quantized(
@@ -47,7 +36,7 @@ def with_quantized(
     Args:
         models: Name of a file -> model and its description; the graphs of steps are changed in place.
         checkpoint: The state, which is not changed.
-        kind: One of :data:`KINDS`.
+        kind: ``int8`` or ``int4``.
         buffers: Names of the parameters that are buffers of the model.
 
     Raises:
@@ -76,7 +65,9 @@ def with_quantized(
             "quantize_frozen needs a frozen float32 weight of at least two dimensions, but the model has none: freeze "
             "weights with utils.frozen_weights or requires_grad_(False), or leave quantize_frozen out"
         )
-    quantized = {name: (_int8 if kind == "int8" else _int4)(value) for name, value in frozen.items()}
+    quantized = {
+        name: int8_rows(value) if kind == "int8" else int4_blocks(value, _BLOCK) for name, value in frozen.items()
+    }
     new_models = dict(models)
     for file, (model, description) in models.items():
         if isinstance(description, Step):
@@ -90,33 +81,6 @@ def with_quantized(
     # A trainer can't load this state again, so what only a trainer reads is left out.
     state = replace(checkpoint, parameters=remaining, buffers={**checkpoint.buffers, **stored}, trainer_options=None)
     return new_models, replace(state, transient={}, idle={}, window=None)
-
-
-def _int8(value: Array) -> tuple[Array, Array]:
-    """Returns integers from -127 to 127, and the scale of each row, max(abs(row)) / 127."""
-    rows = value.reshape(len(value), -1)
-    scale = _scale(np.abs(rows).max(1), 127)
-    return np.rint(rows / scale[:, None]).astype(np.int8).reshape(value.shape), scale
-
-
-def _int4(value: Array) -> tuple[Array, Array]:
-    """Returns integers from -7 to 7 plus 8, two in a byte (the first in the low half), and the scale of each block.
-
-    The shapes are (rows, blocks, 16) and (rows, blocks).
-    """
-    rows = value.reshape(len(value), -1)
-    padded = np.pad(rows, ((0, 0), (0, -rows.shape[1] % _BLOCK)))
-    blocks = padded.reshape(len(rows), -1, _BLOCK)
-    scale = _scale(np.abs(blocks).max(2), 7)
-    numbers = (np.rint(blocks / scale[..., None]) + 8).astype(np.uint8)
-    return numbers[..., ::2] | (numbers[..., 1::2] << 4), scale
-
-
-def _scale(largest: Array, steps: int) -> Array:
-    """Returns the scale that maps the largest magnitude to a number of steps; 1 for zeros."""
-    scale = np.where(largest > 0, largest / steps, 1).astype(np.float32)
-    # The scale of tiny weights would underflow to 0, by which they are divided.
-    return np.maximum(scale, np.finfo(np.float32).tiny)
 
 
 def _rewritten(
