@@ -49,6 +49,16 @@ def test_digits(tmp_path: Path) -> None:
     assert state["train_step_info"]["step"] == 5 * 23 and user["accuracy"] > 0.93
 
 
+@pytest.mark.engine
+@pytest.mark.skipif(not hasattr(onnxruntime, "LoraAdapter"), reason="onnxruntime has adapters from 1.20 on")
+def test_adapters(tmp_path: Path) -> None:
+    found = importlib.import_module("adapters").main(["--out", str(tmp_path), "--steps", "20"])
+    assert found.english_after < found.english_before - 0.1
+    assert found.served == pytest.approx(found.english_after, rel=1e-4)
+    assert found.adapter_bytes < found.base_bytes / 5
+    assert len({*found.samples.values()}) == 2
+
+
 def test_what_the_browser_trains_from(tmp_path: Path) -> None:
     """Checks that the page's files are written; `make test-browser` trains with them in a browser."""
     browser = ROOT / "examples" / "browser"
