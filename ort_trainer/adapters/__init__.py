@@ -9,10 +9,12 @@ if TYPE_CHECKING:
     from .models import add_adapter, merge_adapter
     from .onnx_adapter import export_adapter
     from .peft_files import load_adapter, save_adapter
+    from .several import Adapters
 
-__all__ = ["LoRA", "add_adapter", "export_adapter", "load_adapter", "merge_adapter", "save_adapter"]
+__all__ = ["Adapters", "LoRA", "add_adapter", "export_adapter", "load_adapter", "merge_adapter", "save_adapter"]
 
 _PLACES = {
+    "Adapters": "several",
     "LoRA": "lora",
     "add_adapter": "models",
     "export_adapter": "onnx_adapter",

@@ -23,7 +23,17 @@ from ..step.onnx_file import WEIGHTS
 from .linear_layers import LinearLayer, linear_layers
 from .lora import LoRA
 
-__all__ = ["Adapter", "Product", "adapter_of", "add_lora", "fingerprint", "has_adapter", "products", "without_products"]
+__all__ = [
+    "Adapter",
+    "Product",
+    "adapter_of",
+    "add_lora",
+    "fingerprint",
+    "has_adapter",
+    "initial_factor",
+    "products",
+    "without_products",
+]
 
 _KEY = "ort_trainer.adapter"
 # Before, a Dropout has no input that says whether it trains.
@@ -155,7 +165,7 @@ def _add(
         full = names.unique(f"{name}.lora_{part}.weight")
         if full != f"{name}.lora_{part}.weight":
             raise ValueError(f"the model already has a tensor {name}.lora_{part}.weight: rename it")
-        tensor = _initial(part, shape) if tensors is None else _stored(tensors, full, shape)
+        tensor = initial_factor(part, shape) if tensors is None else _stored(tensors, full, shape)
         tensor = tensor.to(ir.tensor_adapters.to_torch_dtype(first.dtype)).contiguous()
         values[part] = ir.Value(
             name=full,
@@ -211,7 +221,7 @@ def _stored(tensors: Mapping[str, torch.Tensor], name: str, shape: Sequence[int]
     return tensors[name]
 
 
-def _initial(part: str, shape: tuple[int, ...]) -> torch.Tensor:
+def initial_factor(part: str, shape: Sequence[int]) -> torch.Tensor:
     """Returns the first A or B, as peft draws them."""
     if part == "B":
         return torch.zeros(shape)

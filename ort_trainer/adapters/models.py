@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, overload
 
 import onnx
@@ -11,7 +12,8 @@ import torch
 from torch import nn
 
 from ..core.errors import shown
-from ..export.onnx import load_onnx_model
+from ..export.onnx import OnnxModel, load_onnx_model
+from ..export.onnx.source import OnnxSource
 from ..export.onnx.write import with_weights
 from ..step.onnx_file import to_proto
 from ..train.onnx_files import current_model
@@ -23,7 +25,7 @@ from .lora_nodes import adapter_of, add_lora, products, without_products
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
 
-__all__ = ["Source", "add_adapter", "inference_model", "merge_adapter"]
+__all__ = ["Source", "add_adapter", "inference_model", "merge_adapter", "stored_model"]
 
 Source = ORTTrainer | onnx.ModelProto | str | os.PathLike[str]
 """A trainer, an ONNX model or the path of one."""
@@ -102,8 +104,25 @@ def inference_model(source: Source) -> ir.Model:
     if isinstance(source, ORTTrainer):
         return current_model(source.loop, source.model_desc.inference_names(), for_inference=True)
     loaded = load_onnx_model(_checked(source))
+    return _of_file(loaded, loaded.outputs)
+
+
+def stored_model(source: Source) -> ir.Model:
+    """Returns the ONNX model that a trainer was given, with its current weights, or a file; nodes keep their modes.
+
+    Raises:
+        ValueError: If the trainer's model is of PyTorch.
+    """
+    if not isinstance(source, ORTTrainer):
+        return _of_file(load_onnx_model(_checked(source)), None)
+    if not isinstance(source.loop.source, OnnxSource):
+        raise ValueError("the trainer's model is of PyTorch: save its adapter with its own save_pretrained(folder)")
+    return current_model(source.loop, ())
+
+
+def _of_file(loaded: OnnxModel, outputs: Sequence[str] | None) -> ir.Model:
     trained = [name for name in loaded.parameters if name not in loaded.frozen]
-    return with_weights(loaded, {**loaded.parameters, **loaded.buffers}, trained, loaded.outputs)
+    return with_weights(loaded, {**loaded.parameters, **loaded.buffers}, trained, outputs)
 
 
 def merge_adapter(source: Source) -> onnx.ModelProto:

@@ -18,7 +18,7 @@ from ..export.onnx import load_onnx_model
 from ..step.onnx_file import to_proto
 from .lora import LoRA
 from .lora_nodes import adapter_of, add_lora
-from .models import Source, inference_model
+from .models import Source, stored_model
 
 __all__ = ["load_adapter", "save_adapter"]
 
@@ -50,10 +50,10 @@ def save_adapter(source: Source, folder: str | os.PathLike[str]) -> None:
         folder: The folder, created if it does not exist; files in it are replaced, both or none.
 
     Raises:
-        ValueError: If the model has no adapter.
+        ValueError: If the model has no adapter, or is of PyTorch.
         NotADirectoryError: If the folder is a file.
     """
-    model = inference_model(source)
+    model = stored_model(source)
     adapter = adapter_of(model)
     lora = adapter.lora
     config = {

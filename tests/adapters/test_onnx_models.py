@@ -126,6 +126,8 @@ def test_a_pytorch_model_gets_an_adapter_of_peft(tmp_path) -> None:
     for step in range(2):
         ids, label = batch(step)
         trainer.train_step(ids=ids, label=label)
+    with pytest.raises(ValueError, match="is of PyTorch: save its adapter with its own save_pretrained"):
+        save_adapter(trainer, tmp_path / "adapter")
     export_adapter(trainer, tmp_path / "a.onnx_adapter", tmp_path / "base.onnx")
     ids = batch(1)[0]
     if hasattr(onnxruntime, "LoraAdapter"):
