@@ -24,6 +24,7 @@ nox.options.envdir = str(FOUND / "environments")
 # What versions break: captured programs and private functions of torch, kernels, optimizers, files, kept exports; and
 # something of every other room, as a version may lack a name that only this room calls.
 TESTS = (
+    "tests/adapters/test_quantize.py",
     "tests/amp",
     "tests/api/test_module.py",
     "tests/artifacts/test_export.py",

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import onnx_ir as ir
 
-__all__ = ["LinearLayer", "linear_layers"]
+from ..step.emitter import Names
+
+__all__ = ["LinearLayer", "linear_layers", "read_by_layers_alone"]
 
 _STANDARD = ("", "ai.onnx")
 # The key where torch.onnx (dynamo=True) records the paths of the modules around a node, outermost first.
@@ -60,6 +62,7 @@ def linear_layers(model: ir.Model, without: Collection[str] = ()) -> list[Linear
     """
     layers: list[LinearLayer] = []
     names: dict[str, str] = {}
+    unused = Names(())
     for node in model.graph:
         stored = _stored(node, model.graph)
         if stored is None or stored[0].name in without:
@@ -69,9 +72,9 @@ def linear_layers(model: ir.Model, without: Collection[str] = ()) -> list[Linear
         added = _added_bias(node.outputs[0])
         if weight not in names:
             bias = node.inputs[2] if node.op_type == "Gemm" and len(node.inputs) > 2 else added and added[1]
-            path = _path(node, weight, "" if bias is None else str(bias.name))
-            same = sum(name == path or name.startswith(f"{path}_") for name in names.values())
-            names[weight] = f"{path}_{same}" if path in names.values() else path
+            # torch.onnx merges equal initializers, so a bias of several nodes may have another layer's name.
+            path = _path(node, weight, str(bias.name) if bias is not None and len(bias.uses()) == 1 else "")
+            names[weight] = unused.unique(path)
         layers.append(
             LinearLayer(
                 names[weight],
@@ -108,7 +111,10 @@ def _stored(node: ir.Node, graph: ir.Graph) -> tuple[ir.Value, bool, ir.DataType
         maker = value.producer()
         if maker is None or maker.op_type not in _OF_WEIGHTS or maker.domain not in _STANDARD:
             return None
-        is_transposed ^= maker.op_type == "Transpose"
+        if maker.op_type == "Transpose":
+            if list(maker.attributes.get_ints("perm", [1, 0])) != [1, 0]:
+                return None
+            is_transposed = not is_transposed
         if dtype is None:
             dtype = _type_of_result(maker)
         value = maker.inputs[0]
@@ -146,17 +152,34 @@ def _added_bias(product: ir.Value) -> tuple[ir.Value, ir.Value] | None:
 
 def _path(node: ir.Node, weight: str, bias: str) -> str:
     """Returns the path of a layer: from its weights' names, from where torch.onnx says, or from the node's name."""
-    for name in (weight, bias):
-        path, _, last = name.rpartition(".")
-        if path and last in ("weight", "kernel", "bias"):
-            return path
+    path = _without_last(weight.removesuffix(".int8").removesuffix(".int4"))  # as quantize() writes them
+    if path:
+        return path
     if _SCOPES in node.metadata_props:
         # The last scope is the node itself.
         paths = [scope for scope in ast.literal_eval(node.metadata_props[_SCOPES])[:-1] if scope]
         if paths:
             return str(paths[-1])
+    path = _without_last(bias)
+    if path:
+        return path
     folders = str(node.name or "").strip("/").split("/")
     return ".".join(folders[:-1]) if len(folders) > 1 else weight
+
+
+def _without_last(name: str) -> str:
+    """Returns the path of the layer whose weight or bias has a name; empty if the name does not say it."""
+    path, _, last = name.rpartition(".")
+    return path if last in ("weight", "kernel", "bias") else ""
+
+
+def read_by_layers_alone(stored: ir.Value, layers: Sequence[LinearLayer]) -> bool:
+    """Returns whether nothing but some layers reads a weight, as it is or transposed."""
+    readers = {node for node, _ in stored.uses()}
+    readers |= {node for made in readers if made.op_type == "Transpose" for node, _ in made.outputs[0].uses()}
+    others = {node for node in readers - {layer.node for layer in layers} if node.op_type != "Transpose"}
+    turned = [made.outputs[0] for made in readers if made.op_type == "Transpose"]
+    return not others and not any(value.is_graph_output() for value in (stored, *turned))
 
 
 def _is_float(value: ir.Value) -> bool:

@@ -62,9 +62,10 @@ class LoRA:
             value = getattr(self, name)
             if name == "targets" and isinstance(value, str):
                 continue
-            if isinstance(value, str) or not isinstance(value, Iterable) or not all(isinstance(v, str) for v in value):
+            names = tuple(value) if isinstance(value, Iterable) and not isinstance(value, str) else (None,)
+            if not all(isinstance(entry, str) for entry in names):
                 raise TypeError(f"{name} must be a list of names, but {shown(value)} was given")
-            object.__setattr__(self, name, tuple(value))
+            object.__setattr__(self, name, names)
         if not self.targets:
             raise ValueError("targets must not be empty: name layers, or use 'attention' or 'linear'")
 
@@ -83,8 +84,8 @@ class LoRA:
             ValueError: If targets match nothing, or are no regular expression.
         """
         if self.targets == "linear":
-            return list(layers)
-        if self.targets == "attention":
+            chosen, missing = list(layers), [] if layers else ["linear"]
+        elif self.targets == "attention":
             chosen = [layer for layer in layers if layer.rpartition(".")[2] in _ATTENTION]
             missing = [] if chosen else ["attention"]
         elif isinstance(self.targets, str):

@@ -14,7 +14,7 @@ import onnx_ir as ir
 import onnx_ir.passes.common as common_passes
 import torch
 
-from ..core.errors import ExportError
+from ..core.errors import ExportError, shown
 from ..core.sealed import digest
 from ..export.onnx import OnnxModel
 from ..export.onnx.write import with_weights
@@ -57,9 +57,14 @@ class Adapter:
     base: str
 
     @property
+    def factors(self) -> list[str]:
+        """The names of A and B of each layer."""
+        return [f"{layer}.lora_{part}.weight" for layer in self.layers for part in "AB"]
+
+    @property
     def tensors(self) -> list[str]:
-        """The names of the adapter's tensors."""
-        return [*(f"{layer}.lora_{part}.weight" for layer in self.layers for part in "AB"), *self.trained]
+        """The names of all that is trained."""
+        return [*self.factors, *self.trained]
 
 
 def has_adapter(model: ir.Model) -> bool:
@@ -83,7 +88,9 @@ def adapter_of(model: ir.Model, what: str = "the model") -> Adapter:
         raise ValueError(f"the metadata {_KEY!r} of {what} are damaged: {error!r}") from error
 
 
-def add_lora(loaded: OnnxModel, lora: LoRA, tensors: Mapping[str, torch.Tensor] | None = None) -> ir.Model:
+def add_lora(
+    loaded: OnnxModel, lora: LoRA, tensors: Mapping[str, torch.Tensor] | None = None, exactly: Sequence[str] = ()
+) -> ir.Model:
     """Returns a model with an adapter, whose metadata say that only the adapter is trained.
 
     Args:
@@ -91,6 +98,7 @@ def add_lora(loaded: OnnxModel, lora: LoRA, tensors: Mapping[str, torch.Tensor] 
         lora: The settings.
         tensors: The adapter's tensors by name. By default, new ones: A is drawn as the weight of a new
             ``torch.nn.Linear``, from torch's default generator, and B is zeros.
+        exactly: The paths of the layers to adapt, instead of the settings' targets.
 
     Raises:
         ValueError: If the base has an adapter, or the settings do not fit it.
@@ -105,7 +113,11 @@ def add_lora(loaded: OnnxModel, lora: LoRA, tensors: Mapping[str, torch.Tensor] 
     if len(model.functions):
         common_passes.InlinePass()(model)
     layers = linear_layers(model)
-    chosen = dict.fromkeys(lora.chosen(list(dict.fromkeys(layer.name for layer in layers))))
+    paths = list(dict.fromkeys(layer.name for layer in layers))
+    absent = [path for path in exactly if path not in paths]
+    if absent:
+        raise ValueError(f"the adapter is of another base: it adapts {absent}, and the model has {shown(paths)}")
+    chosen = dict.fromkeys(exactly or lora.chosen(paths))
     adapted = [layer for layer in layers if layer.name in chosen]
     _check_sizes(adapted, lora)
     base = fingerprint(model, trained)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, overload
 
@@ -15,10 +16,11 @@ from ..core.errors import shown
 from ..export.onnx import OnnxModel, load_onnx_model
 from ..export.onnx.source import OnnxSource
 from ..export.onnx.write import with_weights
+from ..step.emitter import Names
 from ..step.onnx_file import to_proto
 from ..train.onnx_files import current_model
 from ..trainer import ORTTrainer
-from .linear_layers import linear_layers
+from .linear_layers import LinearLayer, linear_layers, read_by_layers_alone
 from .lora import LoRA
 from .lora_nodes import adapter_of, add_lora, products, without_products
 
@@ -78,18 +80,31 @@ def _with_peft(model: nn.Module, config: LoRA | PeftConfig) -> PeftModel:
         raise ModuleNotFoundError(
             "adapters of PyTorch models are those of peft, which is not installed: pip install peft"
         ) from None
+    if isinstance(model, peft.PeftModel):
+        raise ValueError("the model has an adapter already: use its own add_adapter(name, config) for another one")
     if isinstance(config, LoRA):
         parameters = dict(model.named_parameters())
         unknown = [name for name in config.also_train if name not in parameters]
         if unknown:
             raise ValueError(f"also_train names {unknown}, but the model has no such parameters")
-        layers = [name for name, module in model.named_modules() if _is_linear(module)]
+        whole = {name.rpartition(".")[0] for name in config.also_train}
+        partly = [name for name in parameters if name.rpartition(".")[0] in whole and name not in config.also_train]
+        if partly or "" in whole:
+            raise ValueError(f"peft trains whole modules beside an adapter: also_train must name {partly} as well")
+        layers = {name: module for name, module in model.named_modules() if _is_linear(module) and name not in whole}
+        chosen = config.chosen(list(layers))
+        for name in chosen:
+            layer = layers[name]
+            sizes = (layer.in_features, layer.out_features) if isinstance(layer, nn.Linear) else layer.weight.shape
+            largest = min(int(size) for size in sizes)  # type: ignore[union-attr]
+            if config.rank > largest:
+                raise ValueError(f"rank {config.rank} is beyond the size of {name!r}: use at most {largest}")
         config = peft.LoraConfig(
             r=config.rank,
             lora_alpha=config.alpha,  # type: ignore[arg-type]
             lora_dropout=config.dropout,
-            target_modules=config.chosen(layers),
-            modules_to_save=sorted({name.rpartition(".")[0] for name in config.also_train}) or None,
+            target_modules="|".join(map(re.escape, chosen)),  # exactly these: names would match ends of paths, too
+            modules_to_save=sorted(whole) or None,
         )
     return peft.get_peft_model(model, config)
 
@@ -140,9 +155,16 @@ def merge_adapter(source: Source) -> onnx.ModelProto:
     model = inference_model(source)
     adapter = adapter_of(model)
     found = list(products(model, adapter))
-    layers = {layer.name: layer for layer in linear_layers(model, without=adapter.tensors)}
+    names = Names(ir.convenience.create_value_mapping(model.graph))
+    layers: dict[str, list[LinearLayer]] = {}
+    for layer in linear_layers(model, without=adapter.factors):
+        layers.setdefault(layer.name, []).append(layer)
     for product in {product.layer: product for product in found}.values():
-        layer = layers[product.layer]
+        of_name = layers[product.layer]
+        layer = of_name[0]
+        factors = {each.node.attributes.get_float("alpha", 1.0) for each in of_name}
+        if len(factors) > 1 or 0 in factors:
+            raise ValueError(f"the Gemm of {layer.name!r} has an alpha that merging can't undo: use export_adapter")
         if layer.is_quantized:
             raise ValueError(
                 f"the weight of {layer.name!r} is quantized, and can't take the adapter in without another rounding: "
@@ -152,10 +174,20 @@ def merge_adapter(source: Source) -> onnx.ModelProto:
         assert stored.const_value is not None and product.a.const_value is not None
         assert product.b.const_value is not None
         a, b = (_float32(value.const_value) for value in (product.a, product.b))
-        change = adapter.lora.scale * (b @ a)
+        change = adapter.lora.scale / factors.pop() * (b @ a)
         weight = _float32(stored.const_value) + (change if layer.is_transposed else change.T)
         dtype = ir.tensor_adapters.to_torch_dtype(stored.const_value.dtype)
-        stored.const_value = ir.tensor_adapters.TorchTensor(weight.to(dtype).contiguous(), name=layer.weight)
+        if read_by_layers_alone(stored, of_name):
+            stored.const_value = ir.tensor_adapters.TorchTensor(weight.to(dtype).contiguous(), name=layer.weight)
+            continue
+        for each in of_name:  # others, such as an embedding, keep the weight
+            wants_transposed = bool(each.node.attributes.get_int("transB", 0))
+            turned = weight if each.is_transposed == wants_transposed else weight.T
+            name = names.unique(f"{layer.name}.merged.weight")
+            own = ir.Value(name=name, type=stored.type, shape=ir.Shape(turned.shape))
+            own.const_value = ir.tensor_adapters.TorchTensor(turned.to(dtype).contiguous(), name=name)
+            model.graph.register_initializer(own)
+            each.node.replace_input_with(1, own)
     without_products(model, found)
     return to_proto(model)
 

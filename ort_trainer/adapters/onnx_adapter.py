@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import onnx_ir as ir
 
-from ..core.atomic import atomic_path
+from ..core.atomic import atomic_path, check_target, real_path
 from ..step.onnx_file import WEIGHTS, save_model
 from .lora_nodes import adapter_of, has_adapter, products
 from .models import Source, inference_model
@@ -58,10 +58,16 @@ def export_adapter(
         ValueError: If nothing was trained, or everything.
         FileNotFoundError: If a folder does not exist.
     """
+    targets = [Path(target) for target in (path, base) if target is not None]
+    if len({real_path(target) for target in targets}) < len(targets):
+        raise ValueError(f"the adapter and the base would both be written to {str(path)!r}: give two paths")
+    for target in targets:
+        check_target(target)
     model = inference_model(source)
     recorded = json.loads(model.metadata_props.get(WEIGHTS, "{}"))
     names = [name for name in recorded.get("trained", ()) if name in model.graph.initializers]
-    if not names or not any(name in model.graph.initializers for name in recorded.get("frozen", ())):
+    has_base = has_adapter(model) or any(name in model.graph.initializers for name in recorded.get("frozen", ()))
+    if not names or not has_base:
         raise ValueError(
             f"the model has {len(names)} trained weights, and "
             f"{'all are' if names else 'none is'} an adapter's: add an adapter with add_adapter, and train that alone"

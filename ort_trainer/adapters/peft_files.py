@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from ..core.errors import CheckpointError, shown
 from ..core.sealed import DTYPES, read_header, read_tensors, write
 from ..export.onnx import load_onnx_model
 from ..step.onnx_file import to_proto
+from .linear_layers import linear_layers
 from .lora import LoRA
 from .lora_nodes import adapter_of, add_lora
 from .models import Source, stored_model
@@ -25,18 +28,16 @@ __all__ = ["load_adapter", "save_adapter"]
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _BASE = "ort_trainer.base"
-# Settings of peft's LoraConfig that change what an adapter computes, with the values that mean nothing.
-_OTHERS: dict[str, tuple[Any, ...]] = {
-    "bias": ("none",),
-    "use_dora": (False, None),
-    "rank_pattern": ({}, None),
-    "alpha_pattern": ({}, None),
-    "layer_replication": (None,),
-    "trainable_token_indices": (None,),
-    "target_parameters": (None, []),
-    "lora_bias": (False, None),
+# Settings of peft's LoraConfig that an ONNX model can have, or that say nothing about what is computed.
+_KNOWN = {
+    *("peft_type", "r", "lora_alpha", "lora_dropout", "target_modules", "exclude_modules", "modules_to_save"),
+    *("use_rslora", "init_lora_weights", "fan_in_fan_out", "layers_to_transform", "layers_pattern"),
+    *("task_type", "base_model_name_or_path", "revision", "inference_mode", "auto_mapping", "peft_version"),
+    *("megatron_core", "qalora_group_size", "ensure_weight_tying"),
 }
-_CHANGES_BASE = ("pissa", "olora", "corda", "loftq")
+# Values of other settings that mean nothing.
+_NOTHING: tuple[Any, ...] = (None, False, {}, [], "none")
+_BEGINNINGS = (None, True, False, "gaussian", "eva", "orthogonal")
 
 
 def save_adapter(source: Source, folder: str | os.PathLike[str]) -> None:
@@ -61,7 +62,7 @@ def save_adapter(source: Source, folder: str | os.PathLike[str]) -> None:
         "r": lora.rank,
         "lora_alpha": lora.alpha,
         "lora_dropout": lora.dropout,
-        "target_modules": list(adapter.layers),
+        "target_modules": _as_targets(adapter.layers, [layer.name for layer in linear_layers(model)]),
         "modules_to_save": sorted({name.rpartition(".")[0] for name in adapter.trained}) or None,
         "bias": "none",
         "task_type": None,
@@ -81,6 +82,12 @@ def save_adapter(source: Source, folder: str | os.PathLike[str]) -> None:
         with (temporary / _WEIGHTS).open("w+b") as file:
             write(file, tensors, {"format": "pt", _BASE: adapter.base})
         replace_all([(temporary / name, path / name) for name in (_WEIGHTS, _CONFIG)])
+
+
+def _as_targets(layers: Sequence[str], all_layers: Sequence[str]) -> list[str] | str:
+    """Returns layers as peft's ``target_modules``: paths, or a regular expression where one is the end of another's."""
+    is_clear = not any(other.endswith(f".{layer}") for layer in layers for other in all_layers)
+    return list(layers) if is_clear else "|".join(map(re.escape, layers))
 
 
 def load_adapter(model: onnx.ModelProto | str | os.PathLike[str], folder: str | os.PathLike[str]) -> onnx.ModelProto:
@@ -117,7 +124,7 @@ def load_adapter(model: onnx.ModelProto | str | os.PathLike[str], folder: str | 
         [name for name in tensors if name not in pairs],
     )
     loaded = load_onnx_model(model)
-    adapted = add_lora(loaded, lora, tensors)
+    adapted = add_lora(loaded, lora, tensors, exactly=layers)
     adapter = adapter_of(adapted)
     if header.metadata.get(_BASE, adapter.base) != adapter.base:
         raise ValueError(
@@ -141,10 +148,12 @@ def _read_config(path: Path) -> dict[str, Any]:
             raise TypeError("r or lora_alpha is no number")
     except (KeyError, TypeError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise CheckpointError(f"{path} is damaged, or not of peft: {error!r}") from error
-    for name, allowed in _OTHERS.items():
-        if name in config and config[name] not in allowed:
-            raise CheckpointError(f"{path} sets {name} to {shown(config[name])}, which ONNX models can't have")
+    for name, value in config.items():
+        if name not in _KNOWN and value not in _NOTHING:
+            raise CheckpointError(f"{path} sets {name} to {shown(value)}, which ONNX models can't have")
     start = config.get("init_lora_weights")
-    if isinstance(start, str) and start.startswith(_CHANGES_BASE):
-        raise CheckpointError(f"{path} sets init_lora_weights to {start!r}, which changes the base: merge it with peft")
+    if start not in _BEGINNINGS:
+        raise CheckpointError(
+            f"{path} sets init_lora_weights to {start!r}, which may change the base: merge the adapter with peft"
+        )
     return config

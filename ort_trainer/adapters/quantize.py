@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, overload
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -52,7 +53,7 @@ def quantize(model: Any, kind: str, block: int = 32, keep: Sequence[str] = ()) -
             layer.
     """
     check_kind(kind)
-    if block not in _BLOCKS:
+    if isinstance(block, bool) or not isinstance(block, int) or block not in _BLOCKS:
         raise ValueError(f"block must be one of {list(_BLOCKS)}, but {shown(block)} was given")
     if isinstance(model, nn.Module):
         return _in_pytorch(model, kind, block, keep)
@@ -90,8 +91,10 @@ def _in_pytorch(model: nn.Module, kind: str, block: int, keep: Sequence[str]) ->
     ]
     if not chosen:
         raise _nothing()
-    for name, layer in chosen:
-        model.set_submodule(name, QuantizedLinear(layer, kind, block))
+    quantized = {layer: QuantizedLinear(layer, kind, block) for _, layer in chosen}
+    for name, layer in list(model.named_modules(remove_duplicate=False)):
+        if layer in quantized:
+            model.set_submodule(name, quantized[layer])
     return model
 
 
@@ -104,18 +107,20 @@ class QuantizedLinear(nn.Linear):
         block: The number of weights that share a scale in 4 bits.
 
     Attributes:
-        weight: The integers, frozen: int8 [out, in], or two in a byte, uint8 [out, blocks, block / 2].
+        weight: The integers, frozen, int8: [out, in], or two of 4 bits in a byte, [out, blocks, block / 2].
         scale: The scales, frozen: [out, 1], or [out, blocks, 1].
         bias: The layer's bias, or None.
     """
 
     def __init__(self, layer: nn.Linear, kind: str, block: int = 32) -> None:
+        check_kind(kind)
         nn.Module.__init__(self)
         self.in_features, self.out_features, self.kind = layer.in_features, layer.out_features, kind
         floats = layer.weight.detach().float().numpy(force=True)
         numbers, scale = int8_rows(floats) if kind == "int8" else int4_blocks(floats, block)
         device = layer.weight.device
-        self.weight = nn.Parameter(torch.from_numpy(numbers).to(device), requires_grad=False)
+        # As int8 in any case: transformers' T5 converts its activations to the type of some weights, except int8.
+        self.weight = nn.Parameter(torch.from_numpy(numbers.view(np.int8)).to(device), requires_grad=False)
         self.scale = nn.Parameter(torch.from_numpy(scale[..., None]).to(device), requires_grad=False)
         self.bias = layer.bias
 
@@ -123,7 +128,7 @@ class QuantizedLinear(nn.Linear):
         """Returns the weight that the integers stand for, of shape [out, in]."""
         if self.kind == "int8":
             return self.weight.to(dtype) * self.scale.to(dtype)
-        numbers = torch.stack([self.weight & 15, self.weight >> 4], -1).flatten(2)
+        numbers = torch.stack([self.weight & 15, (self.weight >> 4) & 15], -1).flatten(2)
         floats = (numbers.to(dtype) - 8) * self.scale.to(dtype)
         return floats.flatten(1)[:, : self.in_features]
 

@@ -16,7 +16,8 @@ from ..export.onnx import load_onnx_model
 from ..export.onnx.write import with_weights
 from ..step.emitter import Emitter, Names
 from ..step.onnx_file import to_proto
-from .linear_layers import LinearLayer, linear_layers
+from .linear_layers import LinearLayer, linear_layers, read_by_layers_alone
+from .lora_nodes import has_adapter
 
 __all__ = ["in_onnx", "is_onnx"]
 
@@ -43,6 +44,8 @@ def in_onnx(
         kept_of: Returns which of some layers stay as they are.
     """
     loaded = load_onnx_model(source)
+    if has_adapter(loaded.file):
+        raise ValueError("the model has an adapter: quantize the base, and add the adapter to the result")
     trained = [name for name in loaded.parameters if name not in loaded.frozen]
     model = with_weights(loaded, {**loaded.parameters, **loaded.buffers}, trained, None)
     if len(model.functions):
@@ -67,12 +70,8 @@ def in_onnx(
 
 def _can_be_quantized(stored: ir.Value, users: list[LinearLayer]) -> bool:
     """Returns whether linear layers alone read a weight, as it is or transposed."""
-    readers = {node for node, _ in stored.uses()}
-    readers |= {node for made in readers if made.op_type == "Transpose" for node, _ in made.outputs[0].uses()}
-    products = {layer.node for layer in users}
     plain = all(layer.node.attributes.get_float("alpha", 1.0) == 1.0 for layer in users)
-    outside = {node for node in readers - products if node.op_type != "Transpose"}
-    return stored.dtype == ir.DataType.FLOAT and plain and not outside and not stored.is_graph_output()
+    return stored.dtype == ir.DataType.FLOAT and plain and read_by_layers_alone(stored, users)
 
 
 def _round(model: ir.Model, layers: list[LinearLayer], kind: str, block: int, names: Names) -> None:
@@ -84,8 +83,8 @@ def _round(model: ir.Model, layers: list[LinearLayer], kind: str, block: int, na
     numbers, scale = int8_rows(weight) if kind == "int8" else int4_blocks(weight, block)
     # A Transpose behind DequantizeLinear is one that ONNX Runtime moves, and fails to.
     numbers = numbers.T if kind == "int8" else numbers
-    parts = [_initializer(model, f"{first.weight}.{kind}", numbers, names)]
-    parts.append(_initializer(model, f"{first.weight}.scale", scale.reshape(-1), names))
+    parts = [_initializer(model, f"{first.name}.weight.{kind}", numbers, names)]
+    parts.append(_initializer(model, f"{first.name}.weight.scale", scale.reshape(-1), names))
     for layer in layers:
         emit = Emitter(model.opset_imports, names, layer.name)
         x, old = layer.input, layer.node.outputs[0]

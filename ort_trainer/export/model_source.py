@@ -167,6 +167,10 @@ class ModelSource(ABC):
         """Puts the loaded state where it belongs, as far as exports have shown that; returns whether there was any."""
         return False
 
+    def large_constants(self) -> Named:
+        """Returns what the model computes with beside parameters and buffers, such as quantized weights in a file."""
+        return {}
+
     def names_of_trainable(self) -> dict[str, list[str]]:
         """Returns the parameters to train, each with all its names."""
         aliases: dict[str, list[str]] = {}

@@ -223,7 +223,7 @@ def gather(loop: TrainingLoop, meeting: Meeting, keep: bool = True) -> State:
     objects[LOSSES] = {"nonfinite": loop.losses.count} if loop.losses is not None and loop.losses.count else None
     if optimizer is not None and isinstance(loop.config, TorchOptimizerConfig):
         objects["torch_optimizer"] = loop.config.state_dict(copy=False)
-    leaves_out = bool(contents.frozen) and not loop.options.utils.save_frozen_weights
+    leaves_out = not loop.options.utils.save_frozen_weights
     return State(
         parameters=_arrays({**executor.parameters, **{name: executor.buffers[name] for name in floats}}),
         trainable=list(contents.trainable),
@@ -257,9 +257,10 @@ def gather(loop: TrainingLoop, meeting: Meeting, keep: bool = True) -> State:
 
 
 def _frozen_digest(loop: TrainingLoop) -> str:
-    """Returns a digest of the names and values of the parameters that are not trained."""
+    """Returns a digest of the names and values of the parameters that are not trained, and of constants."""
     parameters = loop.started().parameters
-    return digest((name, as_stored(parameters[name].detach().cpu())) for name in sorted(loop.contents.frozen))
+    frozen = {**{name: parameters[name] for name in loop.contents.frozen}, **loop.source.large_constants()}
+    return digest((name, as_stored(frozen[name].detach().cpu().contiguous())) for name in sorted(frozen))
 
 
 def _arrays(tensors: Named) -> dict[str, Array]:

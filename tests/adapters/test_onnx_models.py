@@ -229,7 +229,7 @@ def test_an_adapter_of_another_base_is_refused(tmp_path) -> None:
     config = tmp_path / "adapter" / "adapter_config.json"
     for change, message in [
         ('"use_dora": true,', "sets use_dora to True"),
-        ('"init_lora_weights": "pissa_niter_4",', "which changes the base"),
+        ('"init_lora_weights": "pissa_niter_4",', "which may change the base"),
     ]:
         text = config.read_text()
         config.write_text("{" + change + text[1:])
@@ -239,3 +239,82 @@ def test_an_adapter_of_another_base_is_refused(tmp_path) -> None:
     config.write_text("{}")
     with pytest.raises(ValueError, match="is damaged, or not of peft"):
         load_adapter(base, tmp_path / "adapter")
+
+
+def of_nodes(nodes: list, values: dict[str, np.ndarray], inputs: str = "x", width: int = 8) -> onnx.ModelProto:
+    """Returns a model of float inputs [n, 8], or of integers [n], with one output y [n, width]."""
+    info = onnx.helper.make_tensor_value_info
+    kind, shape = (7, ["n"]) if inputs == "ids" else (1, ["n", 8])
+    initializers = [onnx.numpy_helper.from_array(value, name) for name, value in values.items()]
+    graph = onnx.helper.make_graph(nodes, "g", [info(inputs, kind, shape)], [info("y", 1, ["n", width])], initializers)
+    return onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 17)], ir_version=8)
+
+
+def with_ones(adapted: onnx.ModelProto) -> onnx.ModelProto:
+    """Fills B, so that the adapter changes the output."""
+    for value in adapted.graph.initializer:
+        if value.name.endswith("lora_B.weight"):
+            value.CopyFrom(onnx.numpy_helper.from_array(np.full(value.dims, 0.1, np.float32), value.name))
+    return adapted
+
+
+def run_of(model: onnx.ModelProto, feed: dict[str, np.ndarray]) -> np.ndarray:
+    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    return session.run(None, feed)[0]
+
+
+def test_merging_with_factors_and_weights_that_others_read() -> None:
+    generator = np.random.default_rng(0)
+    make = onnx.helper.make_node
+    w = generator.standard_normal((8, 8)).astype(np.float32)
+    scaled = of_nodes([make("Gemm", ["x", "fc.weight"], ["y"], transB=1, alpha=0.5)], {"fc.weight": w})
+    tied = of_nodes(
+        [
+            make("Gather", ["words", "ids"], ["a"]),
+            make("Transpose", ["words"], ["t"], perm=[1, 0]),
+            make("MatMul", ["a", "t"], ["y"]),
+        ],
+        {"words": w},
+        "ids",
+    )
+    for model, feed in ((scaled, {"x": w[:3]}), (tied, {"ids": np.array([0, 5, 7])})):
+        adapted = with_ones(add_adapter(model, LoRA(2, targets="linear")))
+        assert not np.allclose(run_of(adapted, feed), run_of(model, feed), atol=1e-2)
+        merged = run_of(merge_adapter(adapted), feed)
+        np.testing.assert_allclose(merged, run_of(adapted, feed), rtol=1e-4, atol=1e-4)
+
+
+def test_paths_are_unique_and_of_the_layer() -> None:
+    """Also where names that are made unique meet others, and where a merged bias has another layer's name."""
+    make = onnx.helper.make_node
+    values = {name: np.eye(8, dtype=np.float32) * at for at, name in enumerate(("w1", "w2", "w3"), 1)}
+    names = ("/fc/MatMul", "/fc_1/MatMul", "/fc/MatMul_1")
+    nodes = [
+        make("MatMul", [f"h{at}" if at else "x", f"w{at + 1}"], [f"h{at + 1}"], name) for at, name in enumerate(names)
+    ]
+    nodes.append(make("Add", ["h3", "norm.bias"], ["s"]))
+    nodes.append(make("Add", ["s", "norm.bias"], ["y"]))
+    model = of_nodes(nodes, {**values, "norm.bias": np.zeros(8, np.float32)})
+    adapted = add_adapter(model, LoRA(2, targets="linear"))
+    found = [name.rpartition(".lora")[0] for name in tensors(adapted) if name.endswith("lora_A.weight")]
+    assert len({*found}) == 3 and {"fc", "fc_1"} < {*found} and not any("norm" in name for name in found)
+
+
+def test_a_path_that_is_the_end_of_another(tmp_path) -> None:
+    make = onnx.helper.make_node
+    values = {name: np.eye(8, dtype=np.float32) for name in ("head.weight", "dec.head.weight")}
+    model = of_nodes(
+        [make("MatMul", ["x", "head.weight"], ["h"]), make("MatMul", ["h", "dec.head.weight"], ["y"])], values
+    )
+    adapted = add_adapter(model, LoRA(2, targets="head"))
+    save_adapter(adapted, tmp_path / "adapter")
+    again = load_adapter(model, tmp_path / "adapter")
+    assert [name for name in tensors(again) if "lora" in name] == ["head.lora_A.weight", "head.lora_B.weight"]
+    export_adapter(adapted, tmp_path / "a.onnx_adapter")
+    with pytest.raises(ValueError, match="give two paths"):
+        export_adapter(adapted, tmp_path / "a", tmp_path / "a")
+    with pytest.raises(FileNotFoundError):
+        export_adapter(adapted, tmp_path / "nowhere" / "a", tmp_path / "base.onnx")
+    assert not (tmp_path / "base.onnx").exists()
+    with pytest.raises(ValueError, match=r"\['linear'\] match no linear layer. The model has no linear layer"):
+        add_adapter(of_nodes([make("Relu", ["x"], ["y"])], {}), LoRA(2, targets="linear"))

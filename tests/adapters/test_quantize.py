@@ -62,7 +62,7 @@ def test_a_pytorch_model(kind: str) -> None:
     )
     train_both(adapted(rounded(kind)), trainer, steps=6)
     whole = {name: value.dtype for name, value in trainer.state_dict(pytorch_format=True).items()}
-    assert whole["layers.0.v_proj.weight"] == {"int8": torch.int8, "int4": torch.uint8}[kind]
+    assert whole["layers.0.v_proj.weight"] == torch.int8
     ours, theirs = ORTModule(adapted(quantize(classifier(), kind)), fallback="error"), adapted(rounded(kind))
     ids, label = batch(0)
     for model in (ours, theirs):
@@ -158,3 +158,23 @@ def test_integers_are_not_trained() -> None:
         model.head.weight.requires_grad_(True)
     with pytest.raises(ValueError, match="holds integers, such as quantized weights"):
         add_adapter(quantize(exported(classifier()), "int8"), LoRA(4, also_train=["head.weight.int8"]))
+
+
+def test_paths_stay_and_checkpoints_know_the_integers(tmp_path) -> None:
+    base = exported(classifier(), fold=True)  # whose weights have no names
+    quantized = [quantize(model, "int8") for model in (base, exported(torch.nn.Module.double(classifier()).float()))]
+    lora = LoRA(4, targets="attention")
+    assert all("layers.0.v_proj.lora_A.weight" in tensors(add_adapter(model, lora)) for model in quantized)
+    other = classifier()
+    other.layers[0].out.weight.data.neg_()
+    options = {"utils": {"save_frozen_weights": False}}
+
+    def trainer(model: onnx.ModelProto) -> ORTTrainer:
+        return ORTTrainer(model, "auto", optim.AdamWConfig(), loss_fn="cross_entropy", options=options)
+
+    trainer(add_adapter(quantized[1], lora)).save_checkpoint(tmp_path / "a.ortckpt")
+    trainer(add_adapter(quantized[1], lora)).load_checkpoint(tmp_path / "a.ortckpt")
+    with pytest.raises(ValueError, match="this trainer has others"):
+        trainer(add_adapter(quantize(exported(other), "int8"), lora)).load_checkpoint(tmp_path / "a.ortckpt")
+    with pytest.raises(ValueError, match="quantize the base, and add the adapter to the result"):
+        quantize(add_adapter(base, lora), "int8")

@@ -95,3 +95,33 @@ def test_an_adapter_of_a_quantized_layer_trains() -> None:
 def test_a_trainer_says_who_takes_such_weights() -> None:
     with pytest.raises(TypeError, match=r"\['base.weight'\] of Adapted consist of other tensors.*ORTModule"):
         ORTTrainer(Adapted(), "auto", optim.SGDConfig(), loss_fn="mse")
+
+
+class Moving(nn.Module):
+    """Keeps the scale of its weight in an attribute of the weight until the first call, as bitsandbytes' layers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(12, dtype=torch.int8).view(2, 6), requires_grad=False)
+        self.weight.scale = torch.tensor(0.25)  # type: ignore[attr-defined]
+        self.register_buffer("calls", torch.zeros(()))
+        self.calls.count = 0  # type: ignore[attr-defined]
+        self.scale: torch.Tensor | None = None
+        self.bias = nn.Parameter(torch.zeros(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.weight.scale is not None:  # type: ignore[attr-defined]
+            self.scale, self.weight.scale = self.weight.scale, None  # type: ignore[attr-defined]
+        self.calls.count += 1  # type: ignore[attr-defined]
+        scale = torch.ones(()) if self.scale is None else self.scale
+        return F.linear(x, self.weight.float() * scale, self.bias)
+
+
+def test_a_failed_export_leaves_attributes_of_weights() -> None:
+    eager, ours = Moving(), Moving()
+    module = ORTModule(ours)
+    with pytest.warns(UserWarning, match="PyTorch runs this call"):
+        first = module(X)
+    torch.testing.assert_close(first, eager(X))
+    torch.testing.assert_close(module(X), eager(X))
+    assert ours.calls.count == eager.calls.count == 2

@@ -69,7 +69,7 @@ def kill_while_saving(path: Path, number: int, seconds: float) -> None:
 def kill_often(folder: Path, count: int) -> int:
     """Kills processes at random moments of their saves; returns how often they left a temporary file."""
     path, generator, left, number = folder / "a.ortckpt", random.Random(0), 0, 0
-    save_number(path, 0)
+    save_number(path, 0)  # before the clock starts, as the first save takes longer
     start = time.perf_counter()
     save_number(path, 0)
     took = time.perf_counter() - start
@@ -87,7 +87,12 @@ def kill_often(folder: Path, count: int) -> int:
 
 
 def test_killed_saves_leave_the_old_file_or_the_new_one(tmp_path: Path) -> None:
-    assert kill_often(tmp_path, 30) >= 5, "too few kills hit a save"
+    hits = 0
+    for _ in range(5):  # on a busy machine, a save may take longer or shorter than the one that was measured
+        hits += kill_often(tmp_path, 30)
+        if hits >= 5:
+            return
+    raise AssertionError(f"only {hits} kills hit a save")
 
 
 def test_only_what_nobody_writes_is_removed(tmp_path: Path) -> None:

@@ -113,6 +113,11 @@ class OnnxModule(nn.Module):
         }
         return outputs if self.wanted is None else tuple(outputs[name] for name in self.wanted)
 
+    @property
+    def large_constants(self) -> dict[str, torch.Tensor]:
+        """The constants with at least two dimensions, such as quantized weights, by the order in the model."""
+        return {f"constant {number}": value for number, value in self._constants.items() if value.dim() > 1}
+
     def _store(self, number: int, name: str, tensor: torch.Tensor) -> None:
         """Registers a tensor as a parameter or buffer: ``a.b.weight`` in the submodule ``a.b``.
 

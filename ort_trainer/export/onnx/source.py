@@ -86,6 +86,10 @@ class OnnxSource(TorchSource):
         step = dataclasses.replace(built.step, loss_of_first=True)
         return _Builder(dataclasses.replace(built, step=step), input_dtypes(self._loaded))
 
+    def large_constants(self) -> Named:
+        """Returns the constants of the file with at least two dimensions; see the base class."""
+        return self._model.large_constants
+
     def own_model(self, tensors: Named, outputs: Sequence[str] | None) -> ir.Model:
         """Returns the model of the file, node for node, with other weights; see the base class."""
         in_file = self._model.names

@@ -419,6 +419,9 @@ class Recorder:
         values = attributes_of(module)
         self._copies.add_attributes(values, place)
         self._copies.add_parts(values)
+        for key, tensor in (*values["_parameters"].items(), *values["_buffers"].items()):
+            if tensor is not None:  # bitsandbytes keeps the scales of a weight in attributes, and moves them away
+                self._copies.add_attributes(attributes_of(tensor), (*place, Access("get", key)))
         for base, of_base in self._users_bases(type(module), (*place, Access("get", "__class__"))):
             self._copies.add_class(base, of_base)
         for key, value in values.items():
