@@ -78,7 +78,7 @@ def save_adapter(source: Source, folder: str | os.PathLike[str]) -> None:
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
     with temporary_folder(path.parent, path.name) as temporary:
-        (temporary / _CONFIG).write_text(json.dumps(config, indent=2))
+        (temporary / _CONFIG).write_text(json.dumps(config, indent=2), encoding="utf-8")
         with (temporary / _WEIGHTS).open("w+b") as file:
             write(file, tensors, {"format": "pt", _BASE: adapter.base})
         replace_all([(temporary / name, path / name) for name in (_WEIGHTS, _CONFIG)])
@@ -141,7 +141,7 @@ def _read_config(path: Path) -> dict[str, Any]:
         CheckpointError: If they are damaged, or ask for what ONNX models can't have.
     """
     try:
-        config: dict[str, Any] = json.loads(path.read_text())
+        config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         if config["peft_type"] != "LORA":
             raise CheckpointError(f"{path} is an adapter of type {shown(config['peft_type'])}: only LORA is supported")
         if not isinstance(config["r"], int) or not isinstance(config["lora_alpha"], (int, float)):
