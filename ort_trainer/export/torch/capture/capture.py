@@ -7,16 +7,13 @@ import io
 import itertools
 import keyword
 import operator
-import random
 import sys
-import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import numpy
 import sympy
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -33,6 +30,7 @@ from ..fx.symbols import users_lines_of_conditions
 from ..fx.view_writes import bases_of, refuse_inexact_writes, written
 from ..operators.registry import replacements
 from ..outside.changes import BACKWARD_HOOKS, GLOBAL_HOOKS
+from ..outside.generators import drawing_from_copies
 from .borrow import fast_path_disabled
 from .branches import Assumption
 from .step_module import StepModule
@@ -304,37 +302,14 @@ def _marked_checkpoints() -> Iterator[None]:
 def _without_drawing_outside_torch(model: str) -> Iterator[None]:
     """Refuses random numbers of Python and NumPy: a graph would have those of its capture in every step.
 
-    What other threads draw meanwhile is theirs, so the functions that draw are watched; only a process of one thread
-    can compare the generators themselves. No generator is put back.
-
     Raises:
         ExportError: If their global generators were used.
     """
-    used: set[str] = set()
-    thread, alone = threading.get_ident(), threading.active_count() == 1
-    before, of_numpy = random.getstate(), numpy.random.get_state()
-
-    def watched(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def draw(*args: Any, **kwargs: Any) -> Any:
-            if threading.get_ident() == thread:
-                used.add(name)
-            return function(*args, **kwargs)
-
-        return draw
-
-    with contextlib.ExitStack() as stack:
-        for module, generator in ((random, random._inst), (numpy.random, numpy.random.mtrand._rand)):  # type: ignore[attr-defined]
-            for name, function in list(vars(module).items()):
-                if getattr(function, "__self__", None) is generator and "state" not in name:
-                    stack.enter_context(mock.patch.object(module, name, watched(module.__name__, function)))
+    with drawing_from_copies() as drawn:
         yield
-    if alone and random.getstate() != before:
-        used.add("random")
-    if alone and any(not numpy.array_equal(a, b) for a, b in zip(numpy.random.get_state(), of_numpy, strict=True)):
-        used.add("numpy.random")
-    if used:
+    if drawn:
         raise ExportError(
-            f"forward() of {model} or the loss draws numbers from {' and '.join(sorted(used, reverse=True))}, which "
+            f"forward() of {model} or the loss draws numbers from {' and '.join(sorted(drawn, reverse=True))}, which "
             "would be the same in every step of a graph: draw them with torch (torch.rand), or before the step and "
             "pass them as inputs. In models for speech it is SpecAugment: config.apply_spec_augment=False turns it off"
         )

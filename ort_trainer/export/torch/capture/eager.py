@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ....engine.devices import default_generator
+from ..outside.generators import drawing_from_copies
 from .borrow import BORROWED, borrowed, fast_path_disabled
 from .step_module import ExportedStep, StepModule
 
@@ -159,14 +160,14 @@ def _prepared(
 
 @contextlib.contextmanager
 def random_state_kept(device: torch.device, state: torch.Tensor | None = None) -> Iterator[None]:
-    """Restores PyTorch's generators afterwards; no step draws from those of Python and NumPy.
+    """Restores PyTorch's generators afterwards, and leaves the global ones of Python and NumPy as they are.
 
     Args:
         device: Whose global generator of PyTorch is restored, beside the CPU's.
         state: What this generator begins with; None for its own state.
     """
     devices = [] if device.type in ("cpu", "meta") else [device]
-    with torch.random.fork_rng(devices, device_type=device.type if devices else "cpu"):
+    with torch.random.fork_rng(devices, device_type=device.type if devices else "cpu"), drawing_from_copies():
         if state is not None:
             set_random_state(device, state)
         yield

@@ -287,6 +287,22 @@ def test_equal_contents_are_no_change() -> None:
     assert os.environ.pop(__name__) == "a text of its own"
 
 
+def test_pytorch_draws_as_if_no_graph_had_been_tried() -> None:
+    def forward(net: Any, h: torch.Tensor) -> torch.Tensor:
+        return h * random.random() * float(np.random.rand())
+
+    def outputs(module: Any) -> list[torch.Tensor]:
+        random.seed(3)
+        np.random.seed(3)
+        return [module(X) for _ in range(2)]
+
+    model = Net(forward)
+    with pytest.warns(UserWarning, match="draws numbers from random and numpy.random"):
+        ours = outputs(ORTModule(model))
+    for found, expected in zip(ours, outputs(model), strict=True):
+        assert torch.equal(found, expected)
+
+
 def test_another_thread_may_draw_meanwhile() -> None:
     drawn: list[float] = []
     stop = threading.Event()
