@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -37,7 +38,7 @@ _WRAPPER_NAMES = frozenset(
     {
         *vars(nn.Module()),
         *("forward", "module", "_graphs", "_user_options"),
-        *("_fallback", "_first", "_own_forward", "_exported", "_verifier"),
+        *("_fallback", "_first", "_own_forward", "_exported", "_callers", "_verifier"),
     }
 )
 
@@ -107,6 +108,12 @@ class ORTModule(nn.Module):
         fallback: str | None = None,
     ) -> None:
         _check(module)
+        if any(base.__name__ == "LightningModule" for base in type(module).__mro__):
+            warnings.warn(
+                f"Lightning calls training_step() of {type(module).__name__}, whose own forward() then runs in PyTorch: "
+                "wrap the networks inside, as in self.model = ORTModule(self.model)",
+                stacklevel=2,
+            )
         modes = module.training
         vars(self)["module"] = module
         super().__init__()
@@ -120,6 +127,7 @@ class ORTModule(nn.Module):
         vars(self)["_verifier"] = CallVerifier(every, module) if every else None
         vars(self)["_fallback"] = Fallback(module, policy_of(fallback))
         vars(self)["_exported"] = None, None
+        vars(self)["_callers"] = None, set()
         vars(self)["_own_forward"] = "forward" in vars(module)
         # Others replace it, as accelerate does for mixed precision, and read its signature.
         vars(self)["forward"] = vars(self)["_first"] = Graphed(ORTModule._run, self).as_of(module.forward)
@@ -178,14 +186,22 @@ class ORTModule(nn.Module):
         vars(self)["forward"] = function
 
     def _run_outer(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Runs a function that was assigned to ``forward``: as a graph, once a call of it did not call the graphs."""
+        """Runs a function that was assigned to ``forward``: as a graph, once a call of it did not call the graphs.
+
+        A function that has called them for such arguments stays as it is: it may return in another call what it has
+        kept of the first, as losses of sentence-transformers do.
+        """
         exported, inner = self._exported
         if exported is function:
             vars(self.module)["forward"] = inner
             return self._run(*args, **kwargs)
         self._fallback.entered = False
         result = function(*args, **kwargs)
-        if not self._fallback.entered:
+        caller, kinds = self._callers
+        kind = (len(args), *sorted(kwargs))
+        if self._fallback.entered:
+            vars(self)["_callers"] = function, {*(kinds if caller is function else ()), kind}
+        elif caller is not function or kind not in kinds:
             inside = rebound(function, self, self.module)
             vars(self)["_exported"] = function, Inner(_run_inside, self.module, inside).as_of(inside)
         return result

@@ -143,3 +143,29 @@ def test_a_function_that_does_not_call_the_graphs_becomes_one(nets: tuple[Net, A
         close(ours(X, other=True), eager(X, other=True) + 1)
         close(ours(X), eager(X) + 1)
     close(ours.predict(X), eager.predict(X))
+
+
+class _Shrinking:
+    """Keeps results, and returns smaller ones of them, as MatryoshkaLoss of sentence-transformers does."""
+
+    def __init__(self, before: Any) -> None:
+        self.before, self.kept = before, None
+
+    def __call__(self, x: torch.Tensor, size: int) -> torch.Tensor:
+        if self.kept is None:
+            self.kept = self.before(x)
+        return self.kept[:, :size]
+
+
+def test_a_function_that_keeps_results_is_not_captured(nets: tuple[Net, Any, list[int]]) -> None:
+    eager, ours, exports = nets
+
+    def step(net: Any) -> None:
+        before = net.forward
+        net.forward = _Shrinking(before)
+        (net(X, 3).sum() + net(X, 2).square().sum() + net(X, 1).sum()).backward()
+        net.forward = before
+
+    for _ in range(3):
+        assert_same_gradients(eager, ours, step)
+    assert len(exports) == 1

@@ -144,3 +144,14 @@ def test_a_model_that_is_divided_among_processes() -> None:
     model[0].weight.device_mesh = None  # as DTensor has
     with pytest.raises(TypeError, match=r"\['0.weight'\] of Sequential are divided .*: shard outside, fully_shard"):
         ORTModule(model)
+
+
+def test_what_lightning_trains_is_wrapped_inside() -> None:
+    class LightningModule(nn.Linear):
+        """Stands for Lightning's."""
+
+    class Classifier(LightningModule):
+        pass
+
+    with pytest.warns(UserWarning, match=r"training_step\(\) of Classifier.*self.model = ORTModule\(self.model\)"):
+        ORTModule(Classifier(2, 2))

@@ -135,6 +135,7 @@ def capture(
         _watch_small_sizes() as least,
         _fixing_sizes_in_texts(),
         _marked_checkpoints(),
+        _left_modules(),
         users_lines_of_conditions(),
         _without_drawing_outside_torch(type(module.model).__name__),
         _attributes_put_back(module),
@@ -295,6 +296,27 @@ def _marked_checkpoints() -> Iterator[None]:
         fx_traceback.preserve_node_meta(),  # without it, annotations are dropped
         mock.patch.object(checkpointing, CHECKPOINT_GENERATOR, marked),
     ):
+        yield
+
+
+@contextlib.contextmanager
+def _left_modules() -> Iterator[None]:
+    """Lets a model go on after an error in a submodule, as in ``try: layer(x, lengths) except TypeError: layer(x)``.
+
+    A tracer notes the modules that it is in, and would still be in those that an error has left.
+    """
+    enter = torch.fx.Tracer.call_module
+
+    def call_module(tracer: torch.fx.Tracer, *args: Any, **kwargs: Any) -> Any:
+        outer = len(tracer.module_stack)
+        try:
+            return enter(tracer, *args, **kwargs)
+        except BaseException:
+            while len(tracer.module_stack) > outer:
+                tracer.module_stack.popitem(last=True)
+            raise
+
+    with mock.patch.object(torch.fx.Tracer, "call_module", call_module):
         yield
 
 

@@ -68,6 +68,12 @@ def _in_dict(owner: Any, index: int) -> Any:
     return next((value for at, value in enumerate(copied(owner).values()) if at == index), MISSING)
 
 
+def _of_closure(function: Any, index: int) -> Any:
+    # A tracer of torch.fx replaces functions meanwhile that its wrap() has marked; those have other closures.
+    cells = function.__closure__ or ()
+    return in_cell(cells[index]) if index < len(cells) else MISSING
+
+
 def attributes_of(owner: Any) -> Any:
     """Returns an object's ``__dict__``, without what its class does when it is read."""
     return vars(owner) if isinstance(owner, (type, threading.local)) else object.__getattribute__(owner, "__dict__")
@@ -81,7 +87,7 @@ _READ: dict[str, Callable[[Any, Any], Any]] = {
     "referent": lambda reference, _: reference(),
     "class": lambda owner, name: of_class(type(owner), name),
     "global": lambda function, name: function.__globals__.get(name, MISSING),
-    "cell": lambda function, index: in_cell(function.__closure__[index]),
+    "cell": _of_closure,
     "item": _in_sequence,
     "entry": _in_dict,
     "key": lambda owner, key: owner.get(key, MISSING),

@@ -106,3 +106,33 @@ def test_a_parameter_as_a_python_variable_is_refused() -> None:
             LABEL,
             loss_fn=lambda y, label: F.cross_entropy(y, label) + weight.square().sum(),
         )
+
+
+def test_the_model_may_go_on_after_an_error_in_a_submodule() -> None:
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.inner(x)
+
+    class Tries(nn.Module):
+        """Gives each layer more than it may take, as SpeechBrain does."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(nn.Linear(4, 4), Layer())
+
+        def forward(self, x: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                try:
+                    x = layer(x, lengths=label)
+                except TypeError:
+                    x = layer(x)
+            return F.cross_entropy(x, label)
+
+    model = Tries()
+    tensors = {name: value.detach().clone() for name, value in model.named_parameters()}
+    found = captured(model, SHAPES, X, LABEL, training=False)
+    torch.testing.assert_close(run(found, tensors, X, LABEL), {"loss": model(X, LABEL).detach()})

@@ -41,6 +41,11 @@ class Net(nn.Module):
         return self.function(self, self.fc(x))
 
 
+@torch.fx.wrap
+def _shifted(h: torch.Tensor, by: list[float] = [1.0]) -> torch.Tensor:  # noqa: B006
+    return h + by[0]
+
+
 def trainer_of(model: nn.Module, loss_fn: Any = F.cross_entropy) -> ORTTrainer:
     options = ORTTrainerOptions({"utils": {"grad_norm_clip": False}})
     return ORTTrainer(model, "auto", optim.SGDConfig(lr=0.1), loss_fn=loss_fn, options=options)
@@ -320,6 +325,14 @@ def test_another_thread_may_draw_meanwhile() -> None:
     thread.join()
     drawn += [random.random() for _ in range(1000)]
     assert len(set(drawn)) == len(drawn), "no number comes twice"
+
+
+def test_functions_that_a_tracer_replaces() -> None:
+    """As in models of timm: a function with the mark of torch.fx.wrap, read at two places."""
+    model = Net(lambda net, h: _shifted(h) * net.twice(h), twice=lambda h: _shifted(h))
+    ours = ORTModule(model, fallback="error")
+    for _ in range(2):
+        assert torch.allclose(ours(X), model(X))
 
 
 def test_a_buffer_of_another_size() -> None:
