@@ -204,9 +204,10 @@ onnx-operators: setup
 onnx-round-trips: setup
 	$(BIN)/python benchmarks/onnx_round_trips.py
 
-# The scripts of examples/recipes, each beside the same in PyTorch.
+# The scripts of examples/recipes, each beside the same in PyTorch; those of examples/libraries, without and with a line.
 recipes: $(RECIPES)/.installed
 	PYTHONPATH=$(RECIPES) $(BIN)/python -m pytest -rs tests/test_recipes.py
+	PYTHONPATH=$(RECIPES) $(BIN)/python benchmarks/libraries.py $(if $(WRITE),--write,--rounds 1)
 
 docs: setup
 	$(BIN)/python docs/generate.py

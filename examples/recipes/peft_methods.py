@@ -1,19 +1,31 @@
-"""Five methods of PEFT on a GPT-2, with Hugging Face's Trainer."""
+"""Methods of PEFT on a GPT-2, with Hugging Face's Trainer."""
 
 import tempfile
 from pydoc_data.topics import topics
 
 import torch
-from peft import IA3Config, LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
+from peft import (
+    AdaLoraConfig,
+    IA3Config,
+    LoraConfig,
+    PrefixTuningConfig,
+    PromptTuningConfig,
+    VeraConfig,
+    get_peft_model,
+)
 from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments
 
 from ort_trainer.integrations.transformers import OrtTrainer
 
 TASK = "CAUSAL_LM"
+LAYERS = {"task_type": TASK, "target_modules": ["c_attn"], "fan_in_fan_out": True}
 METHODS = {
-    "LoRA": LoraConfig(task_type=TASK, r=4, target_modules=["c_attn"], fan_in_fan_out=True),
-    "DoRA": LoraConfig(task_type=TASK, r=4, target_modules=["c_attn"], fan_in_fan_out=True, use_dora=True),
-    "IA3": IA3Config(task_type=TASK, target_modules=["c_attn"], feedforward_modules=[], fan_in_fan_out=True),
+    "LoRA": LoraConfig(**LAYERS, r=4),
+    "DoRA": LoraConfig(**LAYERS, r=4, use_dora=True),
+    "PiSSA": LoraConfig(**LAYERS, r=4, init_lora_weights="pissa"),
+    "AdaLoRA": AdaLoraConfig(**LAYERS, init_r=6, target_r=4, total_step=20),
+    "VeRA": VeraConfig(**LAYERS, r=8),
+    "IA3": IA3Config(**LAYERS, feedforward_modules=[]),
     "prompt tuning": PromptTuningConfig(task_type=TASK, num_virtual_tokens=4),
     "prefix tuning": PrefixTuningConfig(task_type=TASK, num_virtual_tokens=4),
 }

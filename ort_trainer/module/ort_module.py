@@ -110,8 +110,8 @@ class ORTModule(nn.Module):
         _check(module)
         if any(base.__name__ == "LightningModule" for base in type(module).__mro__):
             warnings.warn(
-                f"Lightning calls training_step() of {type(module).__name__}, whose own forward() then runs in PyTorch: "
-                "wrap the networks inside, as in self.model = ORTModule(self.model)",
+                f"Lightning calls training_step() of {type(module).__name__}, whose own forward() then runs in "
+                "PyTorch: wrap the networks inside, as in self.model = ORTModule(self.model)",
                 stacklevel=2,
             )
         modes = module.training

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import ast
 import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
+from benchmarks.one_line import extended, script
 from ort_trainer.export.torch import GraphBuilder
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -38,29 +37,6 @@ def test_all_scripts_are_listed() -> None:
     files = {path for folder in ("cookbook", "recipes") for path in (ROOT / "examples" / folder).glob("*_torch.py")}
     names = {(path.parent.name, path.stem.removesuffix("_torch")) for path in files}
     assert names - ELSEWHERE == {row[:2] for row in ROWS}
-
-
-def extended(source: str, lines: list[str]) -> str:
-    """Returns a script with lines added, each after the first statement that assigns to what it assigns to."""
-    kept = source.splitlines()
-    statements = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Assign)]
-    for line in sorted(lines):
-        (wanted,) = (ast.unparse(target) for target in ast.parse(line).body[0].targets)  # type: ignore[attr-defined]
-
-        def assigns(node: ast.Assign, wanted: str = wanted) -> bool:
-            targets = [part for target in node.targets for part in getattr(target, "elts", [target])]
-            return wanted in map(ast.unparse, targets)
-
-        first = min((node for node in statements if assigns(node)), key=lambda node: node.lineno)
-        assert first.end_lineno is not None
-        kept[first.end_lineno - 1] += f"\n{' ' * first.col_offset}{line}"
-    return "from ort_trainer import ORTModule\n" + "\n".join(kept)
-
-
-def script(name: str, source: str) -> ModuleType:
-    module = ModuleType(name)
-    exec(compile(source, name, "exec"), vars(module))
-    return module
 
 
 @pytest.mark.slow
