@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from ..core.errors import check_count, shown
 
-__all__ = ["LoRA"]
+__all__ = ["LoRA", "matching"]
 
 # The last parts of the paths of layers that make queries, keys and values, in the model families of transformers.
 _ATTENTION = {
@@ -75,35 +75,42 @@ class LoRA:
         return self.alpha / self.rank
 
     def chosen(self, layers: Sequence[str]) -> list[str]:
-        """Returns the layers among some that get an adapter.
+        """Returns the layers among some that get an adapter; see :func:`matching`."""
+        return matching(self.targets, layers)
 
-        Args:
-            layers: The paths of all linear layers.
 
-        Raises:
-            ValueError: If targets match nothing, or are no regular expression.
-        """
-        if self.targets == "linear":
-            chosen, missing = list(layers), [] if layers else ["linear"]
-        elif self.targets == "attention":
-            chosen = [layer for layer in layers if layer.rpartition(".")[2] in _ATTENTION]
-            missing = [] if chosen else ["attention"]
-        elif isinstance(self.targets, str):
-            try:
-                pattern = re.compile(self.targets)
-            except re.error as error:
-                raise ValueError(f"targets {self.targets!r} is no regular expression: {error}") from None
-            chosen = [layer for layer in layers if pattern.fullmatch(layer)]
-            missing = [] if chosen else [self.targets]
-        else:
-            chosen = [layer for layer in layers if any(_names(target, layer) for target in self.targets)]
-            missing = [target for target in self.targets if not any(_names(target, layer) for layer in layers)]
-        if missing:
-            raise ValueError(
-                f"the targets {missing} match no linear layer. {_nearest(missing, layers)}Use their paths or last "
-                "parts, a regular expression, 'attention' or 'linear'"
-            )
-        return chosen
+def matching(targets: str | Sequence[str], layers: Sequence[str], argument: str = "targets") -> list[str]:
+    """Returns the layers that some targets name, as in :class:`LoRA`.
+
+    Args:
+        targets: What the user has given.
+        layers: The paths of all linear layers.
+        argument: What the user has given it as.
+
+    Raises:
+        ValueError: If a target matches nothing, or is no regular expression.
+    """
+    if targets == "linear":
+        chosen, missing = list(layers), [] if layers else ["linear"]
+    elif targets == "attention":
+        chosen = [layer for layer in layers if layer.rpartition(".")[2] in _ATTENTION]
+        missing = [] if chosen else ["attention"]
+    elif isinstance(targets, str):
+        try:
+            pattern = re.compile(targets)
+        except re.error as error:
+            raise ValueError(f"{argument} {targets!r} is no regular expression: {error}") from None
+        chosen = [layer for layer in layers if pattern.fullmatch(layer)]
+        missing = [] if chosen else [targets]
+    else:
+        chosen = [layer for layer in layers if any(_names(target, layer) for target in targets)]
+        missing = [target for target in targets if not any(_names(target, layer) for layer in layers)]
+    if missing:
+        raise ValueError(
+            f"{argument} names {missing}, which match no linear layer. {_nearest(missing, layers)}Use paths or last "
+            "parts of them, a regular expression, 'attention' or 'linear'"
+        )
+    return chosen
 
 
 def _names(target: str, layer: str) -> bool:

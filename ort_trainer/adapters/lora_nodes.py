@@ -17,11 +17,11 @@ import torch
 from ..core.errors import ExportError, shown
 from ..core.sealed import digest
 from ..export.onnx import OnnxModel
-from ..export.onnx.write import with_weights
 from ..step.emitter import Emitter, Names
 from ..step.onnx_file import WEIGHTS
 from .linear_layers import LinearLayer, linear_layers
 from .lora import LoRA
+from .onnx_models import add_initializer, editable, names_in
 
 __all__ = [
     "Adapter",
@@ -106,12 +106,8 @@ def add_lora(
     if has_adapter(loaded.file):
         raise ValueError("the model has an adapter already: make one model of both with merge_adapter(model) first")
     trained = [_known(name, loaded) for name in lora.also_train]
-    weights = {**loaded.parameters, **loaded.buffers}
-    if tensors is not None:
-        weights |= {name: _stored(tensors, name, weights[name].shape) for name in trained}
-    model = with_weights(loaded, weights, trained, None)
-    if len(model.functions):
-        common_passes.InlinePass()(model)
+    stored = {name: _stored(tensors, name, loaded.parameters[name].shape) for name in trained if tensors is not None}
+    model = editable(loaded, trained, stored)
     layers = linear_layers(model)
     paths = list(dict.fromkeys(layer.name for layer in layers))
     absent = [path for path in exactly if path not in paths]
@@ -121,7 +117,7 @@ def add_lora(
     adapted = [layer for layer in layers if layer.name in chosen]
     _check_sizes(adapted, lora)
     base = fingerprint(model, trained)
-    names = Names([*ir.convenience.create_value_mapping(model.graph), *(str(n.name) for n in model.graph.all_nodes())])
+    names = names_in(model)
     for name in chosen:
         of_name = [layer for layer in adapted if layer.name == name]
         _add(model, name, of_name, lora, tensors, names)
@@ -178,14 +174,7 @@ def _add(
         if full != f"{name}.lora_{part}.weight":
             raise ValueError(f"the model already has a tensor {name}.lora_{part}.weight: rename it")
         tensor = initial_factor(part, shape) if tensors is None else _stored(tensors, full, shape)
-        tensor = tensor.to(ir.tensor_adapters.to_torch_dtype(first.dtype)).contiguous()
-        values[part] = ir.Value(
-            name=full,
-            type=ir.TensorType(first.dtype),
-            shape=ir.Shape(shape),
-            const_value=ir.tensor_adapters.TorchTensor(tensor, name=full),
-        )
-        model.graph.register_initializer(values[part])
+        values[part] = add_initializer(model, full, tensor.to(ir.tensor_adapters.to_torch_dtype(first.dtype)))
     for layer in layers:
         emit = Emitter(model.opset_imports, names, f"{name}.lora")
         x = layer.input

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, overload
 
 import onnx
@@ -13,16 +12,14 @@ import torch
 from torch import nn
 
 from ..core.errors import shown
-from ..export.onnx import OnnxModel, load_onnx_model
 from ..export.onnx.source import OnnxSource
-from ..export.onnx.write import with_weights
-from ..step.emitter import Names
 from ..step.onnx_file import to_proto
 from ..train.onnx_files import current_model
 from ..trainer import ORTTrainer
 from .linear_layers import LinearLayer, linear_layers, read_by_layers_alone
 from .lora import LoRA
 from .lora_nodes import adapter_of, add_lora, products, without_products
+from .onnx_models import add_initializer, editable, names_in, read_model
 
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
@@ -31,6 +28,7 @@ __all__ = ["Source", "add_adapter", "inference_model", "merge_adapter", "stored_
 
 Source = ORTTrainer | onnx.ModelProto | str | os.PathLike[str]
 """A trainer, an ONNX model or the path of one."""
+_KINDS = "a trainer, an ONNX model or its path"
 
 
 @overload
@@ -61,15 +59,10 @@ def add_adapter(model: Any, config: Any) -> Any:
     """
     if isinstance(model, nn.Module):
         return _with_peft(model, config)
+    loaded = read_model(model, "an ONNX model, its path, or a torch.nn.Module")
     if not isinstance(config, LoRA):
         raise TypeError(f"an ONNX model takes a LoRA(...), but {shown(config)} was given")
-    return to_proto(add_lora(load_onnx_model(_checked(model)), config))
-
-
-def _checked(model: Any) -> onnx.ModelProto | str | os.PathLike[str]:
-    if not isinstance(model, (onnx.ModelProto, str, os.PathLike)):
-        raise TypeError(f"model must be an ONNX model or its path, but a {type(model).__name__} was given")
-    return model
+    return to_proto(add_lora(loaded, config))
 
 
 def _with_peft(model: nn.Module, config: LoRA | PeftConfig) -> PeftModel:
@@ -118,8 +111,8 @@ def inference_model(source: Source) -> ir.Model:
     """Returns the model of a trainer with its current weights, or of a file, in inference form and without the loss."""
     if isinstance(source, ORTTrainer):
         return current_model(source.loop, source.model_desc.inference_names(), for_inference=True)
-    loaded = load_onnx_model(_checked(source))
-    return _of_file(loaded, loaded.outputs)
+    loaded = read_model(source, _KINDS)
+    return editable(loaded, outputs=loaded.outputs)
 
 
 def stored_model(source: Source) -> ir.Model:
@@ -129,15 +122,10 @@ def stored_model(source: Source) -> ir.Model:
         ValueError: If the trainer's model is of PyTorch.
     """
     if not isinstance(source, ORTTrainer):
-        return _of_file(load_onnx_model(_checked(source)), None)
+        return editable(read_model(source, _KINDS))
     if not isinstance(source.loop.source, OnnxSource):
         raise ValueError("the trainer's model is of PyTorch: save its adapter with its own save_pretrained(folder)")
     return current_model(source.loop, ())
-
-
-def _of_file(loaded: OnnxModel, outputs: Sequence[str] | None) -> ir.Model:
-    trained = [name for name in loaded.parameters if name not in loaded.frozen]
-    return with_weights(loaded, {**loaded.parameters, **loaded.buffers}, trained, outputs)
 
 
 def merge_adapter(source: Source) -> onnx.ModelProto:
@@ -155,7 +143,7 @@ def merge_adapter(source: Source) -> onnx.ModelProto:
     model = inference_model(source)
     adapter = adapter_of(model)
     found = list(products(model, adapter))
-    names = Names(ir.convenience.create_value_mapping(model.graph))
+    names = names_in(model)
     layers: dict[str, list[LinearLayer]] = {}
     for layer in linear_layers(model, without=adapter.factors):
         layers.setdefault(layer.name, []).append(layer)
@@ -184,10 +172,7 @@ def merge_adapter(source: Source) -> onnx.ModelProto:
             wants_transposed = bool(each.node.attributes.get_int("transB", 0))
             turned = weight if each.is_transposed == wants_transposed else weight.T
             name = names.unique(f"{layer.name}.merged.weight")
-            own = ir.Value(name=name, type=stored.type, shape=ir.Shape(turned.shape))
-            own.const_value = ir.tensor_adapters.TorchTensor(turned.to(dtype).contiguous(), name=name)
-            model.graph.register_initializer(own)
-            each.node.replace_input_with(1, own)
+            each.node.replace_input_with(1, add_initializer(model, name, turned.to(dtype)))
     without_products(model, found)
     return to_proto(model)
 

@@ -16,12 +16,12 @@ import torch
 from ..core.atomic import replace_all, temporary_folder
 from ..core.errors import CheckpointError, shown
 from ..core.sealed import DTYPES, read_header, read_tensors, write
-from ..export.onnx import load_onnx_model
 from ..step.onnx_file import to_proto
 from .linear_layers import linear_layers
 from .lora import LoRA
 from .lora_nodes import adapter_of, add_lora
 from .models import Source, stored_model
+from .onnx_models import read_model
 
 __all__ = ["load_adapter", "save_adapter"]
 
@@ -102,6 +102,7 @@ def load_adapter(model: onnx.ModelProto | str | os.PathLike[str], folder: str | 
         CheckpointError: If a file is damaged, or the adapter is none that ONNX models can have.
         ValueError: If the adapter is of another base.
     """
+    loaded = read_model(model)
     path = Path(folder)
     config = _read_config(path / _CONFIG)
     with (path / _WEIGHTS).open("rb") as file:
@@ -123,7 +124,6 @@ def load_adapter(model: onnx.ModelProto | str | os.PathLike[str], folder: str | 
         layers,
         [name for name in tensors if name not in pairs],
     )
-    loaded = load_onnx_model(model)
     adapted = add_lora(loaded, lora, tensors, exactly=layers)
     adapter = adapter_of(adapted)
     if header.metadata.get(_BASE, adapter.base) != adapter.base:

@@ -12,7 +12,7 @@ from torch import nn
 
 from ..core.errors import shown
 from ..core.quantized import check_kind, int4_blocks, int8_rows
-from .lora import LoRA
+from .lora import matching
 
 if TYPE_CHECKING:
     import onnx
@@ -57,10 +57,8 @@ def quantize(model: Any, kind: str, block: int = 32, keep: Sequence[str] = ()) -
         raise ValueError(f"block must be one of {list(_BLOCKS)}, but {shown(block)} was given")
     if isinstance(model, nn.Module):
         return _in_pytorch(model, kind, block, keep)
-    from .quantize_onnx import in_onnx, is_onnx  # onnx takes long to import
+    from .quantize_onnx import in_onnx  # onnx takes long to import
 
-    if not is_onnx(model):
-        raise TypeError(f"model must be an ONNX model, its path, or a torch.nn.Module, but {shown(model)} was given")
     quantized = in_onnx(model, kind, block, lambda layers: _kept(layers, keep))
     if quantized is None:
         raise _nothing()
@@ -69,7 +67,7 @@ def quantize(model: Any, kind: str, block: int = 32, keep: Sequence[str] = ()) -
 
 def _kept(layers: Sequence[str], keep: Sequence[str]) -> set[str]:
     """Returns the layers that some names leave out."""
-    return {*LoRA(targets=keep).chosen(layers)} if keep else set()
+    return {*matching(keep, layers, "keep")} if keep else set()
 
 
 def _nothing() -> ValueError:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
 
 import numpy as np
 import onnx
@@ -12,21 +11,15 @@ import onnx_ir as ir
 import onnx_ir.passes.common as common_passes
 
 from ..core.quantized import int4_blocks, int8_rows
-from ..export.onnx import load_onnx_model
-from ..export.onnx.write import with_weights
 from ..step.emitter import Emitter, Names
 from ..step.onnx_file import to_proto
 from .linear_layers import LinearLayer, linear_layers, read_by_layers_alone
 from .lora_nodes import has_adapter
+from .onnx_models import add_initializer, editable, names_in, read_model
 
-__all__ = ["in_onnx", "is_onnx"]
+__all__ = ["in_onnx"]
 
 _MICROSOFT = "com.microsoft"
-
-
-def is_onnx(model: object) -> bool:
-    """Returns whether a value is an ONNX model, or a possible path of one."""
-    return isinstance(model, (onnx.ModelProto, str, os.PathLike))
 
 
 def in_onnx(
@@ -43,17 +36,14 @@ def in_onnx(
         block: The number of weights that share a scale in 4 bits.
         kept_of: Returns which of some layers stay as they are.
     """
-    loaded = load_onnx_model(source)
+    loaded = read_model(source, "an ONNX model, its path, or a torch.nn.Module")
     if has_adapter(loaded.file):
         raise ValueError("the model has an adapter: quantize the base, and add the adapter to the result")
-    trained = [name for name in loaded.parameters if name not in loaded.frozen]
-    model = with_weights(loaded, {**loaded.parameters, **loaded.buffers}, trained, None)
-    if len(model.functions):
-        common_passes.InlinePass()(model)
+    model = editable(loaded)
     layers: dict[str, list[LinearLayer]] = {}
     for layer in linear_layers(model):
         layers.setdefault(layer.weight, []).append(layer)
-    names = Names([*ir.convenience.create_value_mapping(model.graph), *(str(n.name) for n in model.graph.all_nodes())])
+    names = names_in(model)
     kept = kept_of([users[0].name for users in layers.values()])
     chosen = [
         weight
@@ -83,8 +73,10 @@ def _round(model: ir.Model, layers: list[LinearLayer], kind: str, block: int, na
     numbers, scale = int8_rows(weight) if kind == "int8" else int4_blocks(weight, block)
     # A Transpose behind DequantizeLinear is one that ONNX Runtime moves, and fails to.
     numbers = numbers.T if kind == "int8" else numbers
-    parts = [_initializer(model, f"{first.name}.weight.{kind}", numbers, names)]
-    parts.append(_initializer(model, f"{first.name}.weight.scale", scale.reshape(-1), names))
+    parts = [
+        add_initializer(model, names.unique(f"{first.name}.weight.{part}"), tensor)
+        for part, tensor in ((kind, numbers), ("scale", scale.reshape(-1)))
+    ]
     for layer in layers:
         emit = Emitter(model.opset_imports, names, layer.name)
         x, old = layer.input, layer.node.outputs[0]
@@ -101,15 +93,3 @@ def _round(model: ir.Model, layers: list[LinearLayer], kind: str, block: int, na
             product = emit("Add", product, scaled)
         product.type, product.shape = old.type, old.shape
         ir.convenience.replace_nodes_and_values(model.graph, layer.node, [layer.node], emit.nodes, [old], [product])
-
-
-def _initializer(model: ir.Model, name: str, array: np.ndarray[Any, Any], names: Names) -> ir.Value:
-    name = names.unique(name)
-    value = ir.Value(
-        name=name,
-        type=ir.TensorType(ir.DataType.from_numpy(array.dtype)),
-        shape=ir.Shape(array.shape),
-        const_value=ir.tensor(np.ascontiguousarray(array), name=name),
-    )
-    model.graph.register_initializer(value)
-    return value

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from ..core.errors import shown
+from ..core.errors import shown, was_given
 from ..trainer import ORTTrainer
 from .lora_nodes import initial_factor
 
@@ -28,6 +28,7 @@ class Adapters:
 
     Raises:
         RuntimeError: If the trainer has updated weights: then there is no fresh state for others.
+        TypeError: If it is no trainer, or the name no str.
         ValueError: If it trains all weights, so that there is no base.
 
     Example:
@@ -39,6 +40,8 @@ class Adapters:
     """
 
     def __init__(self, trainer: ORTTrainer, name: str = "default") -> None:
+        if not isinstance(trainer, ORTTrainer):
+            raise TypeError(f"trainer must be an ORTTrainer, but {was_given(trainer)}")
         if trainer.train_step_info.optimization_step:
             raise RuntimeError(
                 f"the trainer has made {trainer.train_step_info.optimization_step} updates: make Adapters(trainer) "
@@ -47,6 +50,7 @@ class Adapters:
         if not trainer.loop.contents.frozen:
             raise ValueError("the trainer trains all weights of its model, so there is no base: add an adapter first")
         self._trainer = trainer
+        _check_name(name)
         self._first = self._current()
         self._waiting: dict[str, dict[str, Any]] = {}
         self.active = name
@@ -65,8 +69,10 @@ class Adapters:
                 weights are those that the trainer began with.
 
         Raises:
+            TypeError: If the name is no str.
             ValueError: If the name is taken, or ``like`` is unknown.
         """
+        _check_name(name)
         if name in self.names:
             raise ValueError(f"there is an adapter {name!r} already: remove it first, or use another name")
         if like is not None:
@@ -126,3 +132,8 @@ class Adapters:
         trained_weights = {key: value for key, value in weights.items() if canonical[key] in trained}
         parts = ("optimizer", "torch_optimizer", "trainer_options", "train_step_info")
         return {"model": {"full_precision": trained_weights}, **{key: state[key] for key in parts if key in state}}
+
+
+def _check_name(name: Any) -> None:
+    if not isinstance(name, str):
+        raise TypeError(f"name must be a str, but {was_given(name)}")

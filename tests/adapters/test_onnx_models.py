@@ -186,7 +186,7 @@ def test_layers_that_share_a_weight_share_the_adapter() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"targets": ["q_porj"]}, r"\['q_porj'\] match no linear layer. The nearest are .*q_proj"),
+        ({"targets": ["q_porj"]}, r"targets names \['q_porj'\], which match no linear layer. The nearest are .*q_proj"),
         ({"targets": r"encoder\..*"}, "match no linear layer"),
         ({"targets": "("}, "is no regular expression"),
         ({"targets": []}, "must not be empty"),
@@ -214,8 +214,13 @@ def test_what_is_no_adapter_is_refused(tmp_path) -> None:
         add_adapter(add_adapter(base, LORA), LORA)
     with pytest.raises(TypeError, match="takes a LoRA"):
         add_adapter(base, {"rank": 4})  # type: ignore[call-overload]
-    with pytest.raises(TypeError, match="an ONNX model or its path"):
+    with pytest.raises(TypeError, match="an ONNX model, its path, or a torch.nn.Module, but 3 was given"):
         add_adapter(3, LORA)  # type: ignore[call-overload]
+    with pytest.raises(TypeError, match="an ONNX model or its path, but 3 was given"):
+        load_adapter(3, tmp_path)  # type: ignore[arg-type]
+    for function in (merge_adapter, save_adapter):
+        with pytest.raises(TypeError, match="a trainer, an ONNX model or its path, but the class dict was given"):
+            function(dict, *([tmp_path] if function is save_adapter else []))  # type: ignore[operator]
     assert not list(tmp_path.iterdir())
 
 
@@ -316,5 +321,5 @@ def test_a_path_that_is_the_end_of_another(tmp_path) -> None:
     with pytest.raises(FileNotFoundError):
         export_adapter(adapted, tmp_path / "nowhere" / "a", tmp_path / "base.onnx")
     assert not (tmp_path / "base.onnx").exists()
-    with pytest.raises(ValueError, match=r"\['linear'\] match no linear layer. The model has no linear layer"):
+    with pytest.raises(ValueError, match=r"\['linear'\], which match no linear layer. The model has no linear layer"):
         add_adapter(of_nodes([make("Relu", ["x"], ["y"])], {}), LoRA(2, targets="linear"))

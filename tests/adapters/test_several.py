@@ -94,5 +94,9 @@ def test_what_is_refused() -> None:
     adapters.activate("other")
     with pytest.raises(RuntimeError, match="has made 1 updates"):
         Adapters(trainer)
+    with pytest.raises(TypeError, match="trainer must be an ORTTrainer"):
+        Adapters(model)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="name must be a str, but 3 was given"):
+        adapters.add(3)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="trains all weights"):
         Adapters(trainer_of(exported(classifier())))
