@@ -20,9 +20,7 @@ from ..step.emitter import Names
 __all__ = ["add_initializer", "editable", "names_in", "read_model"]
 
 
-def read_model(
-    model: onnx.ModelProto | str | os.PathLike[str], kinds: str = "an ONNX model or its path"
-) -> OnnxModel:
+def read_model(model: onnx.ModelProto | str | os.PathLike[str], kinds: str = "an ONNX model or its path") -> OnnxModel:
     """Returns an ONNX model that the user has given, or the path of one.
 
     Args:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -90,6 +91,25 @@ def test_an_adapter_of_a_quantized_layer_trains() -> None:
         net[0].base.weight = nn.Parameter(torch.ones(5, 6), requires_grad=False)
     with pytest.raises(ExportError, match=r"'0.base.weight' is a tensor of another kind"):
         ours(X)
+
+
+def test_their_exports_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("ORT_TRAINER_CACHE", str(tmp_path))
+    torch.manual_seed(0)
+    eager = Adapted()
+
+    def train(weight: torch.Tensor) -> None:
+        for net in (eager, ours := ORTModule(copy.deepcopy(eager), fallback="error")):
+            net.base.weight = nn.Parameter(weight, requires_grad=False)
+        assert_same_gradients(eager, ours, lambda module: module(X).square().sum().backward())
+
+    train(Rounded.of(torch.randn(5, 6)))
+    kept = [*tmp_path.rglob("*.export")]
+    assert len(kept) == 1
+    train(Rounded.of(torch.randn(5, 6)))  # values are inputs
+    assert [*tmp_path.rglob("*.export")] == kept
+    train(Rounded(torch.ones(5, 6, dtype=torch.int16), torch.ones(5, 1)))
+    assert len([*tmp_path.rglob("*.export")]) == 2
 
 
 def test_a_trainer_says_who_takes_such_weights() -> None:

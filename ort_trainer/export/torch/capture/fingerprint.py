@@ -24,8 +24,10 @@ import enum
 import functools
 import hashlib
 import importlib.metadata
+import inspect
 import platform
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import sympy
@@ -46,7 +48,7 @@ __all__ = ["NoFingerprint", "fingerprint", "outline"]
 
 # PyTorch's own operators, whose behavior follows from its version. The backward pass of others may be defined anywhere,
 # perhaps in the user's script.
-_NAMESPACES = frozenset({"aten", "prim", "prims", COLLECTIVES, f"{COLLECTIVES}_autograd"})
+_NAMESPACES = frozenset({"aten", "prim", "prims", "export", COLLECTIVES, f"{COLLECTIVES}_autograd"})
 _LIBRARIES = (
     *("torch", "onnx", "onnxscript", "onnx_ir", "networkx", "numpy"),
     *("onnxruntime", "onnxruntime-training", "onnxruntime-training-cpu"),
@@ -178,14 +180,56 @@ def _tensors(captured: Capture, module: StepModule) -> Iterator[str]:
     for name, tensor in [*captured.exported.state_dict.items(), *captured.exported.constants.items()]:
         if not isinstance(tensor, torch.Tensor):
             raise NoFingerprint(f"{name!r} is a {type(tensor).__name__}")
-        outside = None if name in of_model else carried.get(memory_of(tensor))
+        is_made_of_others = _is_made_of_others(tensor)  # and has no memory of its own
+        outside = None if name in of_model or is_made_of_others else carried.get(memory_of(tensor))
         name = outside or name
         is_input = name in of_model or outside is not None
-        yield f"tensor {name!r} {is_input} {_tensor(tensor, value=not is_input)}"
-        # Which tensors share memory; tensors without elements never do.
-        if tensor.numel():
-            storage = storages.setdefault(tensor.untyped_storage().data_ptr(), len(storages))
-            yield f"memory {storage} {tensor.storage_offset()}"
+        if is_made_of_others:
+            yield f"tensor {name!r} {is_input} {_made_of_others(tensor)}"
+        for part_name, part in _parts(name, tensor):
+            yield f"tensor {part_name!r} {is_input} {_tensor(part, value=not is_input)}"
+            # Which tensors share memory; tensors without elements never do.
+            if part.numel():
+                storage = storages.setdefault(part.untyped_storage().data_ptr(), len(storages))
+                yield f"memory {storage} {part.storage_offset()}"
+
+
+def _parts(name: str, tensor: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields a tensor, or the plain tensors that it consists of, as a quantized weight does, with their names."""
+    if not _is_made_of_others(tensor):
+        yield name, tensor
+        return
+    for part in tensor.__tensor_flatten__()[0]:
+        yield from _parts(f"{name}.{part}", getattr(tensor, part))
+
+
+def _made_of_others(tensor: Any) -> str:
+    """Returns a tensor that consists of others as text, without those, but with the source of its class.
+
+    The class's code is in the captured program already; its source is for what later stages ask the class.
+    """
+    kind = type(tensor)
+    names, held = tensor.__tensor_flatten__()
+    inner = [_made_of_others(part) for part in (getattr(tensor, name) for name in names) if _is_made_of_others(part)]
+    sizes = f"{_value(tuple(tensor.shape))} {_value(tensor.stride())} {tensor.dtype} {tensor.requires_grad}"
+    return f"{_class(kind)} {_source(kind)} {sizes} {list(names)} {_value(held)} {inner}"
+
+
+def _is_made_of_others(tensor: Any) -> bool:
+    return hasattr(tensor, "__tensor_flatten__")
+
+
+@functools.cache
+def _source(kind: type) -> str:
+    """Returns a hash of the file that defines a class.
+
+    Raises:
+        NoFingerprint: If there is no such file, as in a notebook.
+    """
+    try:
+        return hashlib.sha256(Path(inspect.getfile(kind)).read_bytes()).hexdigest()
+    except (OSError, TypeError) as error:
+        raise NoFingerprint(f"the source of {_class(kind)} can't be read") from error
 
 
 def _tensor(tensor: torch.Tensor, value: bool) -> str:
@@ -277,6 +321,8 @@ def _value(value: Any) -> str:
         return f"{kind.__name__}{{{', '.join(f'{_value(key)}: {_value(entry)}' for key, entry in value.items())}}}"
     if kind is torch.fx.Node:
         return f"%{value.name}"
+    if isinstance(value, torch.Tensor) and _is_made_of_others(value):
+        return f"tensor {_made_of_others(value)} {[_value(part) for _, part in _parts('', value)]}"
     if isinstance(value, FakeTensor):
         sizes = f"{_value(tuple(value.shape))} {_value(value.stride())} {_value(value.storage_offset())}"
         return f"tensor {value.dtype} {value.device} {value.layout} {sizes} {value.requires_grad} {value.is_conj()}"
