@@ -219,7 +219,6 @@ def _is_made_of_others(tensor: Any) -> bool:
     return hasattr(tensor, "__tensor_flatten__")
 
 
-@functools.cache
 def _source(kind: type) -> str:
     """Returns a hash of the file that defines a class.
 
