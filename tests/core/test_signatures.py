@@ -1,4 +1,4 @@
-"""Signatures of functions whose annotations can't be evaluated."""
+"""Signatures of functions whose annotations can't be evaluated, and of wrappers that take anything."""
 
 from __future__ import annotations
 
@@ -16,3 +16,25 @@ def test_a_name_for_type_checkers_only() -> None:
     exec(compile("def forward(x: Absent, *, y: int = 3): pass", "model.py", "exec", dont_inherit=True), names)
     found = signature_of(names["forward"])
     assert list(found.parameters) == ["x", "y"] and found.parameters["y"].default == 3
+
+
+def test_a_model_of_peft_takes_what_its_base_takes() -> None:
+    class Base:
+        def forward(self, pixels: Any, mask: Any = None) -> None:
+            pass
+
+    class Wrapper:
+        """As ``peft.PeftModel``."""
+
+        def get_base_model(self) -> Base:
+            return Base()
+
+        def forward(self, *args: Any, **kwargs: Any) -> None:
+            pass
+
+    class OfTask(Wrapper):
+        def forward(self, input_ids: Any, **kwargs: Any) -> None:
+            pass
+
+    assert list(signature_of(Wrapper().forward).parameters) == ["pixels", "mask"]
+    assert list(signature_of(OfTask().forward).parameters) == ["input_ids", "kwargs"]
