@@ -26,9 +26,9 @@ from ..export.nested import Layout, flatten, mapped, with_numbers_apart
 
 __all__ = [
     "Link",
-    "as_before",
     "check_links",
     "clone",
+    "filled",
     "layout_of",
     "links",
     "merged",
@@ -144,34 +144,61 @@ def private(layout: Layout) -> Layout:
     return mapped(layout, lambda part: (*part[:2], copy.deepcopy(part[2]), *part[3:]) if len(part) > 3 else part)
 
 
-def as_before(
+def filled(
     layouts: Mapping[str, Layout],
     values: Mapping[str, Any],
+    began: Mapping[str, Mapping[Any, Any]],
     leaves: Mapping[str, torch.Tensor],
     numbers: Collection[str],
-) -> None:
-    """Raises if a call has changed its arguments other than in place in tensors, which a graph would not do.
+) -> dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]]:
+    """Returns which dicts among a call's arguments have other entries after it: name -> keys that it sets, removes.
 
     Args:
-        layouts: The layouts from which they were built, by name.
+        layouts: The layouts from which the arguments were built, by name.
         values: The arguments.
-        leaves: The tensors in them.
+        began: Copies of the dicts among them, from before the call.
+        leaves: The tensors that were in them.
         numbers: Numbers for which the layouts have names instead of values.
 
     Raises:
-        ExportError: If so.
+        ExportError: If the call has changed something else, other than in place in tensors, which a graph would not do.
     """
     now: dict[str, torch.Tensor] = {}
     after = [flatten(name, values[name], now, objects=True) for name in layouts]
     if len(set(map(id, now.values()))) < len(now):
         after = list(merged(after, now))
+
+    def has_changed(before: Layout, layout: Layout) -> bool:
+        return before != layout or any(now[leaf] is not leaves.get(leaf) for leaf in _names_in(layout))
+
+    found = {}
     for (name, before), layout in zip(layouts.items(), after, strict=True):
-        if before != with_numbers_apart(layout, name, {}, numbers):
+        layout = with_numbers_apart(layout, name, {}, numbers)
+        if not has_changed(before, layout):
+            continue
+        own, old = values[name], began.get(name, {})
+        parts = dict(before[1]) if name in began else {}
+        set_keys = [key for key, part in layout[1] if has_changed(parts.get(key, ()), part)] if name in began else []
+        inside = [key for key in set_keys if key in old and own[key] is old[key]]
+        if name not in began or inside:
             raise ExportError(
-                f"forward() changes its argument {name!r}, which is not a tensor: return what it adds to it"
+                f"forward() changes its argument {name!r} other than by entries of a dict: return what it adds to it"
             )
-    if now.keys() != leaves.keys() or any(now[name] is not value for name, value in leaves.items()):
-        raise ExportError("forward() puts other tensors into its arguments: return them instead")
+        found[name] = tuple(set_keys), tuple(key for key in old if key not in own)
+    return found
+
+
+def _names_in(layout: Layout) -> list[str]:
+    """Returns the names of the tensors in a layout."""
+    names: list[str] = []
+
+    def collect(part: Layout) -> Layout:
+        if part[0] == "tensor":
+            names.append(part[1])
+        return part
+
+    mapped(layout, collect)
+    return names
 
 
 _PART = (

@@ -22,7 +22,7 @@ from ..engine.torch_memory import TorchMemory, readable
 from ..export.nested import Layout, flatten, rebuild, with_numbers_apart
 from ..export.torch import GraphBuilder
 from ..export.torch.capture.borrow import BORROWED, borrowed
-from ..export.torch.capture.call import CallDescription, ExportedCall
+from ..export.torch.capture.call import CallDescription, Entries, ExportedCall, with_entries
 from ..export.torch.capture.describe import input_shapes
 from ..export.torch.capture.eager import random_state_kept
 from ..export.torch.capture.step_module import canonical_names
@@ -38,9 +38,9 @@ from ..options.trainer_options import MINIMUM_OPSET
 from ..step import Step
 from .arguments import (
     Link,
-    as_before,
     check_links,
     clone,
+    filled,
     layout_of,
     links,
     merged,
@@ -89,6 +89,8 @@ class ExportedGraphs:
         root: The module and its arguments, from which places outside tensors are reached.
         links: Outputs that share their memory with others, or with what the graphs take.
         changes_inputs: Whether they change inputs in place.
+        filled: The entries of dicts among the arguments that the module sets and removes.
+        returned: The one of them that it returns; None if it returns something else.
     """
 
     description: CallDescription
@@ -99,6 +101,24 @@ class ExportedGraphs:
     root: Root
     links: list[Link]
     changes_inputs: bool
+    filled: tuple[Entries, ...]
+    returned: int | str | None
+
+    def fill(self, result: tuple[Any, ...], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Gives the dicts among the arguments of a call the entries that it leaves in them, and returns its result.
+
+        Args:
+            result: What :func:`with_entries` returns.
+            args, kwargs: The arguments.
+        """
+        own, *contents = result
+        for entries, content in zip(self.filled, contents, strict=True):
+            target = entries.dict_in(args, kwargs)
+            for key in entries.removed:
+                del target[key]
+            target.update(content)
+            own = target if entries.place == self.returned else own
+        return own
 
     def result(self, tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> Any:
         """Returns the module's result, and writes what the module leaves outside tensors.
@@ -366,7 +386,12 @@ class CallGraphs:
         device = _device_of([*leaves.values(), *module.parameters(), *module.buffers()])
         refuse_subclasses(leaves)
         copies = {name: clone(value) for name, value in leaves.items()}
-        result = self._result(positional, dict(named), copies, device)
+        result, entries, returned = self._result(positional, dict(named), copies, device)
+        if entries and options.debug.verify_every:
+            raise ExportError(
+                "forward() changes a dict among its arguments, which debug.verify_every can't compare: return what it "
+                "adds to it"
+            )
         call = ExportedCall(
             model=module,
             description=description,
@@ -383,6 +408,7 @@ class CallGraphs:
             requires_grad=frozenset(name for name, value in leaves.items() if value.requires_grad and with_grad),
             carries=True,
             arguments=dict(self._arguments),
+            filled=entries,
             numbers=frozenset(self._reads.numbers),
             tables=self._reads.tables,
         )
@@ -415,8 +441,9 @@ class CallGraphs:
         linked = links(outputs, [*(owner[name] for owner, name in state), *copies.values()])
         changes_inputs = bool(forward.input_updates)
         results = self._results(result, notes)
+        root = Root(module, None, self._arguments)
         return ExportedGraphs(
-            description, passes, state, results, notes, Root(module, None, self._arguments), linked, changes_inputs
+            description, passes, state, results, notes, root, linked, changes_inputs, entries, returned
         )
 
     def _results(self, result: Any, notes: Notes) -> Callable[[Sequence[torch.Tensor]], Any]:
@@ -472,13 +499,19 @@ class CallGraphs:
         named: Mapping[str, Layout],
         copies: Mapping[str, torch.Tensor],
         device: torch.device,
-    ) -> Any:
-        """Runs the module once on copies, to see what it returns; leaves no side effects."""
+    ) -> tuple[Any, tuple[Entries, ...], int | str | None]:
+        """Runs the module once on copies, to see what it returns; leaves no side effects.
+
+        Returns:
+            The result, with the entries that it sets in dicts among its arguments, if any; the keys of these entries;
+            and the place of a dict that it returns.
+        """
         layouts = {self._name(at): private(layout) for at, layout in enumerate(positional)}
         layouts |= {name: private(layout) for name, layout in named.items()}
         values = {name: rebuild(layout, {**copies, **self._arguments}) for name, layout in layouts.items()}
         args, kwargs = list(values.values())[: len(positional)], {name: values[name] for name in named}
         modes = self._watch.modes if self._watch else None
+        began = {name: dict(value) for name, value in values.items() if type(value) is dict}
         self._trial = Recorder(Pair(self._module))
         with (
             BORROWED,
@@ -489,8 +522,11 @@ class CallGraphs:
             without_reading_memory(copies),
         ):
             result = self._module(*args, **kwargs)
-        as_before(layouts, values, copies, self._changing)
-        return result
+        at = dict(zip(layouts, (*range(len(positional)), *named), strict=True))
+        keys = filled(layouts, values, began, copies, self._changing)
+        entries = tuple(Entries(at[name], *of_name) for name, of_name in keys.items())
+        returned = next((at[name] for name in keys if result is values[name]), None)
+        return with_entries(result, entries, args, kwargs) if entries else result, entries, returned
 
 
 def _tensors_in(result: Any, notes: Notes) -> list[torch.Tensor]:

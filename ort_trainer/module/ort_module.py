@@ -158,7 +158,8 @@ class ORTModule(nn.Module):
             try:
                 if self._verifier is not None:
                     return self._verifier.run(graphs, call, values, args, kwargs)
-                return graphs.result(call(values), values)
+                result = graphs.result(call(values), values)
+                return graphs.fill(result, args, kwargs) if graphs.filled else result
             except AT_RUN_TIME as error:
                 reason = error
         try:

@@ -211,6 +211,45 @@ def test_arguments_that_forward_fills() -> None:
     check(add, use, 0)
 
 
+def _fills(linear: nn.Module, x: torch.Tensor, features: dict[str, Any], rest: dict[str, Any]) -> dict[str, Any]:
+    """Changes two dicts and returns one, as modules of sentence-transformers do."""
+    features["y"] = linear(features["x"]).tanh()
+    features.update(mean=features["y"].mean(0), kind="embedding", x=x)
+    rest["first"] = features.pop("first")
+    return features
+
+
+def test_dicts_that_forward_fills() -> None:
+    def use(module: nn.Module) -> Any:
+        found = []
+        for size in (3, 3, 5):
+            x, first, settings = torch.ones(size, 4), torch.arange(size), [1, 2]
+            features, rest = {"x": x * 2, "first": first, "settings": settings}, {}
+            result = module(x, features, rest=rest)
+            assert result is features and features["settings"] is settings
+            assert features["x"] is x and rest["first"] is first
+            (features["y"].square().sum() + features["mean"].sum()).backward()
+            found += [list(features), *features.values(), rest]
+        return found
+
+    check(_fills, use, 1)
+    with pytest.warns(UserWarning, match=r"a dict among its arguments, which debug.verify_every can't compare"):
+        ORTModule(Applies(_fills), {"debug": {"verify_every": 1}})(X, {"x": X, "first": X}, {})
+
+
+def test_lists_in_dicts_that_forward_fills() -> None:
+    def add(linear: nn.Module, features: dict[str, Any]) -> torch.Tensor:
+        features["kept"].append(linear(features["x"]))
+        return features["kept"][-1]
+
+    def use(module: nn.Module) -> Any:
+        kept: list[Any] = []
+        module({"x": X, "kept": kept}).sum().backward()
+        return kept[0].detach()
+
+    check(add, use, 0)
+
+
 def test_numbers_that_are_equal_and_differ() -> None:
     def use(module: nn.Module) -> Any:
         return [module(X, value).detach() for value in (0.0, -0.0, float("nan"), float("nan"))]

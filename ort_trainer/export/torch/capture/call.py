@@ -61,6 +61,35 @@ class CallDescription(ModelDescription):
         )
 
 
+@dataclasses.dataclass(frozen=True)
+class Entries:
+    """The entries of a dict among a call's arguments that the call sets and removes.
+
+    Attributes:
+        place: The position or the name of the argument.
+        keys: The keys of the entries that it sets.
+        removed: The keys of those that it removes.
+    """
+
+    place: int | str
+    keys: tuple[Any, ...]
+    removed: tuple[Any, ...]
+
+    def dict_in(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[Any, Any]:
+        """Returns the dict among the arguments of a call."""
+        found: dict[Any, Any] = args[self.place] if isinstance(self.place, int) else kwargs[self.place]
+        return found
+
+
+def with_entries(
+    result: Any, filled: Sequence[Entries], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[Any, ...]:
+    """Returns a call's result, or None if it is a dict that the call fills, and the entries that it sets in each."""
+    dicts = [entries.dict_in(args, kwargs) for entries in filled]
+    own = None if any(result is part for part in dicts) else result
+    return own, *({key: part[key] for key in entries.keys} for entries, part in zip(filled, dicts, strict=True))
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExportedCall(ExportedStep):
     """What is exported for a call; of the fields of a step, ``loss_fn`` and what belongs to it are unused.
@@ -70,12 +99,14 @@ class ExportedCall(ExportedStep):
         kwargs: Layouts of the keyword arguments.
         requires_grad: Names of the inputs that require grad.
         arguments: Numbers among the arguments that change from call to call, by name.
+        filled: The entries of dicts among the arguments that the call sets and removes.
     """
 
     args: tuple[Layout, ...]
     kwargs: Mapping[str, Layout]
     requires_grad: frozenset[str]
     arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    filled: tuple[Entries, ...] = ()
 
     def module(self) -> CallModule:
         """Returns the call as a function of flat tensors."""
@@ -98,7 +129,7 @@ class CallModule(StepModule):
 
     def __init__(self, call: ExportedCall) -> None:
         super().__init__(call)
-        self._args, self._kwargs = call.args, call.kwargs
+        self._args, self._kwargs, self._filled = call.args, call.kwargs, call.filled
         self.arguments = _Arguments(call.arguments)
         self.recorder.numbers |= {(Access("get", "arguments"), Access("key", name)) for name in call.arguments}
 
@@ -108,6 +139,8 @@ class CallModule(StepModule):
         args = [rebuild(layout, tensors) for layout in self._args]
         kwargs = {name: rebuild(layout, tensors) for name, layout in self._kwargs.items()}
         result = self.model(*args, **kwargs)
+        if self._filled:
+            result = with_entries(result, self._filled, args, kwargs)
         try:
             return tuple(map(self.result, self.recorder.written(result)))
         except TypeError:  # of a class that only exists in a function, for example
