@@ -20,12 +20,12 @@ def lora():
         "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"),
         "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"),
     }
-    model = UNet2DConditionModel(
+    network = UNet2DConditionModel(
         **BLOCKS, **blocks, block_out_channels=(16, 32), cross_attention_dim=16, attention_head_dim=8
     )
-    model.requires_grad_(False)
-    model.add_adapter(LoraConfig(r=4, target_modules=["to_q", "to_k", "to_v", "to_out.0"]))
-    return model, {"encoder_hidden_states": torch.randn(16, 4, 16)}
+    network.requires_grad_(False)
+    network.add_adapter(LoraConfig(r=4, target_modules=["to_q", "to_k", "to_v", "to_out.0"]))
+    return network, {"encoder_hidden_states": torch.randn(16, 4, 16)}
 
 
 CASES = {"UNet with EMA": unet, "UNet with LoRA": lora}

@@ -43,7 +43,7 @@ def graph(generator, nodes):
 
 
 def pooled(size=None):
-    model = Pooled(size)
+    network = Pooled(size)
 
     def loss(step):
         generator = torch.Generator().manual_seed(step)
@@ -51,14 +51,14 @@ def pooled(size=None):
         batch = Batch.from_data_list([graph(generator, nodes) for nodes in sizes])
         return lambda model: F.cross_entropy(model(batch.x, batch.edge_index, batch.batch), batch.y)
 
-    return model, loss
+    return network, loss
 
 
 def csr():
-    model = Nodes()
+    network = Nodes()
     data = graph(torch.Generator().manual_seed(0), 200)
     matrix, labels = to_torch_csr_tensor(data.edge_index, size=(200, 200)), (data.x.sum(1) > 0).long()
-    return model, lambda step: lambda model: F.cross_entropy(model(data.x, matrix), labels)
+    return network, lambda step: lambda model: F.cross_entropy(model(data.x, matrix), labels)
 
 
 CASES = {"pooling by graph": pooled, "pooling with size": lambda: pooled(16), "CSR matrix": csr}

@@ -25,21 +25,21 @@ def digits():
 
 
 def vit():
-    model = ViTForImageClassification(
+    network = ViTForImageClassification(
         ViTConfig(**LAYERS, image_size=16, patch_size=4, num_labels=10, hidden_dropout_prob=0.0)
     )
     images, labels = digits()
-    return model, lambda rows: {"pixel_values": images[rows], "labels": labels[rows]}
+    return network, lambda rows: {"pixel_values": images[rows], "labels": labels[rows]}
 
 
 def clip():
     text = {**LAYERS, "vocab_size": 16, "max_position_embeddings": 4, "eos_token_id": 11, "bos_token_id": 10}
-    model = CLIPModel(
+    network = CLIPModel(
         CLIPConfig(text_config=text, vision_config={**LAYERS, "image_size": 16, "patch_size": 4}, projection_dim=32)
     )
     images, labels = digits()
     captions = torch.stack([torch.full_like(labels, 10), labels, torch.full_like(labels, 11)], 1)
-    return model, lambda rows: {"input_ids": captions[rows], "pixel_values": images[rows], "return_loss": True}
+    return network, lambda rows: {"input_ids": captions[rows], "pixel_values": images[rows], "return_loss": True}
 
 
 def tones(rows, samples):
@@ -56,13 +56,13 @@ def whisper():
         dropout=0.0, pad_token_id=12, bos_token_id=10, eos_token_id=11, decoder_start_token_id=10,
         suppress_tokens=None, begin_suppress_tokens=None,
     )  # fmt: skip
-    model = WhisperForConditionalGeneration(config)
+    network = WhisperForConditionalGeneration(config)
 
     def batch(rows):
         sound, labels = tones(rows, 400)
         return {"input_features": sound.view(len(rows), 8, 50), "labels": torch.stack([labels, labels * 0 + 11], 1)}
 
-    return model, batch
+    return network, batch
 
 
 def wav2vec2():
@@ -71,13 +71,13 @@ def wav2vec2():
         feat_proj_dropout=0.0, final_dropout=0.0, layerdrop=0.0, mask_time_prob=0.0, num_conv_pos_embeddings=16,
         num_conv_pos_embedding_groups=4, ctc_loss_reduction="mean", ctc_zero_infinity=True,
     )  # fmt: skip
-    model = Wav2Vec2ForCTC(config)
+    network = Wav2Vec2ForCTC(config)
 
     def batch(rows):
         sound, labels = tones(rows, 800)
         return {"input_values": sound, "labels": labels[:, None] + 1}
 
-    return model, batch
+    return network, batch
 
 
 CASES = {"CLIP": clip, "ViT": vit, "Whisper": whisper, "wav2vec2 with CTC": wav2vec2}
