@@ -80,10 +80,13 @@ def export_adapter(
         for product in [*products(model, adapter)]:
             tensors[str(product.b.name)] = _array(product.b) * np.asarray(adapter.lora.scale, _array(product.b).dtype)
             # The scale is part of B now, so adapters of every scale fit the base.
-            unscaled = product.scaled.inputs[0]
-            assert unscaled is not None
+            unscaled, scale = product.scaled.inputs
+            assert unscaled is not None and scale is not None
             ir.convenience.replace_all_uses_with(product.scaled.outputs[0], unscaled)
             model.graph.remove(product.scaled, safe=True)
+            constant = scale.producer()
+            if constant is not None and not scale.uses():
+                model.graph.remove(constant, safe=True)
     data = _flatbuffer(tensors)
     if base is not None:
         save_model(_with_optional_inputs(model, values, any_rank), Path(base))
@@ -97,15 +100,21 @@ def _array(value: ir.Value) -> Array:
 
 
 def _with_optional_inputs(model: ir.Model, values: list[ir.Value], any_rank: bool) -> ir.Model:
-    """Makes initializers optional inputs, in place. Low-rank factors become zeros, of the rank 0 if it is open."""
+    """Makes initializers optional inputs, in place. Low-rank factors become zeros, of the rank 1 if it is open.
+
+    A rank of 0 would do, but not every engine fills a product over no elements with zeros: ONNX Runtime 1.19 leaves
+    what lay in memory.
+    """
     for value in values:
         part = next((part for part in ("lora_A", "lora_B") if part in str(value.name).split(".")), None)
         if part is not None:
             array = _array(value)
             rank_axis = 0 if part == "lora_A" else 1
-            shape = [0 if any_rank and axis == rank_axis else size for axis, size in enumerate(array.shape)]
+            shape = list(array.shape)
+            value.shape = ir.Shape([_RANK if any_rank and axis == rank_axis else n for axis, n in enumerate(shape)])
+            if any_rank:
+                shape[rank_axis] = 1
             value.const_value = ir.tensor(np.zeros(shape, array.dtype), name=value.name)
-            value.shape = ir.Shape([size or _RANK for size in shape])
         model.graph.inputs.append(value)
     # If the rank is open, inferred sizes may be wrong.
     for node in model.graph.all_nodes():
