@@ -89,8 +89,8 @@ def serve(make: Callable[[], Training]) -> None:
             loss = training.step()
             times.append(time.perf_counter() - begin)
             losses.append(float(loss))
-        peaks = [resource.getrusage(who).ru_maxrss / 1024 for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-        answer({"times": times, "loss": statistics.fmean(losses), "peak": max(peaks)})
+        own, children = memory("VmHWM"), resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
+        answer({"times": times, "loss": statistics.fmean(losses), "own": own, "peak": max(own, children)})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,6 +114,7 @@ class Result:
         starts: The start-up times: with empty caches, then of later processes.
         rounds: The times of each round.
         losses: The loss of the first step, and the mean loss of each block.
+        own: The peak resident memory of the process alone, since it was last reset; 0 if it does not say it.
         peak: The peak resident memory of the process or its children.
         profile: Where the time of a step goes, if requested and available.
     """
@@ -121,6 +122,7 @@ class Result:
     starts: list[float] = dataclasses.field(default_factory=list)
     rounds: list[list[float]] = dataclasses.field(default_factory=list)
     losses: list[float] = dataclasses.field(default_factory=list)
+    own: float = 0.0
     peak: float = 0.0
     profile: Profile | None = None
 
@@ -247,7 +249,7 @@ def measure(
                 block = ask(name, f"steps {steps}")
                 if block is None:
                     continue
-                found[name].peak = block["peak"]
+                found[name].own, found[name].peak = block.get("own", 0.0), block["peak"]
                 found[name].losses.append(block["loss"])
                 if number > 0:  # the first round warms up
                     found[name].rounds.append(block["times"])

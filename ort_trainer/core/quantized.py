@@ -8,7 +8,7 @@ import numpy as np
 
 from .errors import shown
 
-__all__ = ["KINDS", "check_kind", "int4_blocks", "int8_rows"]
+__all__ = ["KINDS", "check_kind", "int4_blocks", "int4_numbers", "int8_rows"]
 
 KINDS = ("int8", "int4")
 
@@ -39,21 +39,26 @@ def int8_rows(value: Array) -> tuple[Array, Array]:
     return np.rint(rows / scale[:, None]).astype(np.int8).reshape(value.shape), scale
 
 
-def int4_blocks(value: Array, size: int) -> tuple[Array, Array]:
-    """Returns integers from -7 to 7 plus 8, two in a byte (the first in the low half), and the scale of each block.
+def int4_numbers(value: Array, size: int) -> tuple[Array, Array]:
+    """Returns integers from -7 to 7 plus 8, and the scale of each block, max(abs(block)) / 7.
 
     Args:
         value: The weight; rows are padded with zeros to whole blocks.
         size: The number of consecutive elements of a row that share a scale.
 
     Returns:
-        Arrays of the shapes (rows, blocks, size / 2) and (rows, blocks).
+        Arrays of the shapes (rows, blocks, size), uint8, and (rows, blocks).
     """
     rows = value.reshape(len(value), -1)
     padded = np.pad(rows, ((0, 0), (0, -rows.shape[1] % size)))
     blocks = padded.reshape(len(rows), -1, size)
     scale = _scale(np.abs(blocks).max(2), 7)
-    numbers = (np.rint(blocks / scale[..., None]) + 8).astype(np.uint8)
+    return (np.rint(blocks / scale[..., None]) + 8).astype(np.uint8), scale
+
+
+def int4_blocks(value: Array, size: int) -> tuple[Array, Array]:
+    """Returns :func:`int4_numbers`, two in a byte, the first in the low half: (rows, blocks, size / 2)."""
+    numbers, scale = int4_numbers(value, size)
     return numbers[..., ::2] | (numbers[..., 1::2] << 4), scale
 
 
