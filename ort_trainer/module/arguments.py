@@ -215,18 +215,25 @@ class Link:
         place: The place of the result among the returned tensors.
         source: The place of the other tensor, among the returned tensors or among the graph's values.
         of_values: Whether the other tensor is one of the values.
-        is_view: Whether the result is a view of the other tensor, perhaps of another shape; if not, it is that tensor.
+        orders: The dimensions of both, the other tensor's first, as they lie in memory; None if it is that tensor.
+        ones: The dimensions of both that had the size 1: of two of these, nothing says which one is the inner one.
     """
 
     place: int
     source: int
     of_values: bool
-    is_view: bool
+    orders: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+    ones: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
 
     def apply(self, tensors: list[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
         """Puts the other tensor, or a view of it, in place of the copy that the graph returns."""
         source = (values if self.of_values else tensors)[self.source]
-        tensors[self.place] = source.view(tensors[self.place].shape) if self.is_view else source
+        if self.orders is not None:
+            held, wanted = self.orders
+            shape = tensors[self.place].shape
+            view = source.permute(held).view([shape[axis] for axis in wanted])
+            source = view.permute([wanted.index(axis) for axis in range(len(wanted))])
+        tensors[self.place] = source
 
 
 def links(outputs: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> list[Link]:
@@ -243,15 +250,25 @@ def links(outputs: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> li
     sources: dict[int, list[tuple[int, bool, torch.Tensor]]] = {}
     for place, value in enumerate(values):
         sources.setdefault(_memory(value), []).append((place, True, value))
-    for place, output in enumerate(outputs):
+    # A graph returns contiguous tensors, so the others are views of them.
+    for place, output in sorted(enumerate(outputs), key=lambda pair: not _is_in_order(pair[1])):
         group = sources.setdefault(_memory(output), [])
         for source, of_values, value in group if output.numel() else ():
             if not _overlap(value, output):
                 continue
-            whole = _is_in_order(value) and _is_in_order(output) and value.numel() == output.numel()
-            if value is not output and (not whole or value.dtype != output.dtype):
+            held, wanted = _whole_order(value), _whole_order(output)
+            if value is output:
+                shared.append(Link(place, source, of_values))
+            elif (
+                held is None
+                or wanted is None
+                or not (of_values or _is_in_order(value))
+                or value.numel() != output.numel()
+                or value.dtype != output.dtype
+            ):
                 raise ExportError(_PART)
-            shared.append(Link(place, source, of_values, value is not output))
+            else:
+                shared.append(Link(place, source, of_values, (held, wanted), (_ones(value), _ones(output))))
             break
         else:
             group.append((place, False, output))
@@ -261,7 +278,7 @@ def links(outputs: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> li
 def check_links(
     links: Sequence[Link], outputs: Sequence[Sequence[int] | None], values: Sequence[Sequence[int]]
 ) -> None:
-    """Checks that results which share memory are not parts of each other for other sizes: all of one row is its first.
+    """Checks that results share memory in the same way for other sizes: all of one row is its first, and its transpose.
 
     Args:
         links: The links of a run.
@@ -269,18 +286,36 @@ def check_links(
         values: The shapes of what the graphs take.
 
     Raises:
-        ExportError: If one is a part of another.
+        ExportError: If one is a part of another, or may be.
     """
     for link in links:
         shape, source = outputs[link.place], values[link.source] if link.of_values else outputs[link.source]
-        if shape is not None and source is not None and math.prod(shape) != math.prod(source):
+        if shape is None or source is None:
+            continue
+        grown = [sum(sizes[axis] != 1 for axis in ones) for sizes, ones in zip((source, shape), link.ones, strict=True)]
+        if math.prod(shape) != math.prod(source) or max(grown) > 1:
             raise ExportError(_PART)
+
+
+def _ones(value: torch.Tensor) -> tuple[int, ...]:
+    return tuple(axis for axis, size in enumerate(value.shape) if size == 1)
 
 
 def _is_in_order(value: torch.Tensor) -> bool:
     """Returns whether a tensor is contiguous, and would be if axes of size 1 had another size: ``x.t()`` would not."""
-    strides = itertools.accumulate(reversed(value.shape[1:]), lambda stride, size: stride * max(size, 1), initial=1)
-    return value.stride() == tuple(strides)[::-1][: value.dim()]
+    return _whole_order(value) == tuple(range(value.dim()))
+
+
+def _whole_order(value: torch.Tensor) -> tuple[int, ...] | None:
+    """Returns the dimensions as they lie in memory; None if there are gaps, now or if axes of size 1 had another size.
+
+    Of two axes with one stride, one has size 1, or the tensor has gaps: it is the inner one.
+    """
+    order = sorted(range(value.dim()), key=lambda axis: (-value.stride()[axis], -value.shape[axis], axis))
+    sizes = [value.shape[axis] for axis in order]
+    strides = list(itertools.accumulate(reversed(sizes[1:]), lambda stride, size: stride * max(size, 1), initial=1))
+    in_memory = [value.stride()[axis] for axis in order]
+    return tuple(order) if in_memory == strides[::-1][: value.dim()] else None
 
 
 def _memory(value: torch.Tensor) -> int:

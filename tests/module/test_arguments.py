@@ -55,9 +55,13 @@ def change_first(module: nn.Module) -> Any:
         (lambda y: (y, y), 1),
         (lambda y: (y, y.view(-1)), 1),
         (lambda y: (y, y[:, :2]), 0),
-        (lambda y: (y, y.t()), 0),
+        (lambda y: (y, y.t()), 1),
+        (lambda y: (y.t(), y), 1),
+        (lambda y: (y.view(-1, 2, 2).permute(2, 0, 1), y), 1),
+        (lambda y: (y, y.t()[1:]), 0),
+        (lambda y: (y.t(), y.t().unsqueeze(0)), 0),
     ],
-    ids=["same", "view", "part", "transposed"],
+    ids=["same", "view", "part", "transposed", "transposed first", "permuted", "part of transposed", "two transposed"],
 )
 def test_results_that_share_memory(function: Any, graphs: int) -> None:
     check(lambda linear, x: function(linear(x)), change_first, graphs)
@@ -65,7 +69,7 @@ def test_results_that_share_memory(function: Any, graphs: int) -> None:
 
 @pytest.mark.parametrize(
     ("view", "graphs"),
-    [(lambda y: y.t(), 0), (lambda y: y.unsqueeze(1), 1), (lambda y: y.view(-1, 2, 2), 1), (lambda y: y[:1], 1)],
+    [(lambda y: y.t(), 1), (lambda y: y.unsqueeze(1), 1), (lambda y: y.view(-1, 2, 2), 1), (lambda y: y[:1], 1)],
     ids=["transposed", "one more axis", "other axes", "first row"],
 )
 def test_results_of_one_row_that_share_memory(view: Any, graphs: int) -> None:
@@ -83,14 +87,24 @@ def test_results_of_one_row_that_share_memory(view: Any, graphs: int) -> None:
     check(of, use, graphs)
 
 
+def test_a_transposed_result_of_one_element() -> None:
+    """In memory, it looks like the result itself: PyTorch computes what grows in both dimensions."""
+
+    def use(module: nn.Module) -> Any:
+        sizes = ((3, 5), (1, 1), (1, 4), (4, 6))
+        return [module(LONG[: rows * columns].view(rows, columns))[1].detach() for rows, columns in sizes]
+
+    check(lambda linear, x: (y := x * linear.weight[0, 0], y.t()), use, 2)
+
+
 def test_parts_of_one_memory_that_do_not_overlap() -> None:
     check(lambda linear, x: linear(x).chunk(2, 1), lambda module: module(X)[1].sum().backward(), 1)
 
 
 @pytest.mark.parametrize(
     ("view", "graphs"),
-    [(lambda x: x, 1), (lambda x: x.view(-1), 1), (lambda x: x[0], 0)],
-    ids=["same", "view", "part"],
+    [(lambda x: x, 1), (lambda x: x.view(-1), 1), (lambda x: x.t(), 1), (lambda x: x[0], 0)],
+    ids=["same", "view", "transposed", "part"],
 )
 def test_arguments_that_are_returned(view: Any, graphs: int) -> None:
     def use(module: nn.Module) -> Any:
