@@ -22,6 +22,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from memory import eager
 from sections import write_section
 from turns import Contender, Result, Training, measure, memory, ratio, serve
 from versions import versions
@@ -114,18 +115,8 @@ def training(contender: str, row: Row) -> Training:
     if contender in (FULL, LORA, INT8, INT4):
         trainer = ORTTrainer(model, "auto", optim.AdamWConfig(lr=1e-4), options={"utils": {"grad_norm_clip": False}})
         return from_second_step(lambda: trainer.train_step(ids, labels))
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=True)
-    model = ORTModule(model) if contender == LORA_MODULE else model
-
-    def step() -> torch.Tensor:
-        loss = model(ids, labels)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-    return from_second_step(step)
+    step = eager(ORTModule(model) if contender == LORA_MODULE else model)
+    return from_second_step(lambda: step(ids, labels))
 
 
 def from_second_step(step: Callable[[], Any]) -> Training:
@@ -193,8 +184,9 @@ def main() -> None:
         results, died = measure(contenders, 1, arguments.rounds, starts=2)
         if died:
             raise SystemExit(f"{name}: {died}")
-        text += lines(ROWS[name], results)
-        print("\n".join(lines(ROWS[name], results)), flush=True)
+        found = lines(ROWS[name], results)
+        text += found
+        print("\n".join(found), flush=True)
     if arguments.write:
         write_section(PAGE, "fine-tuning", "\n".join([*text, "", f"Measured with {place}."]))
 

@@ -26,6 +26,7 @@ __all__ = [
     "freed_storages",
     "in_order",
     "order_of",
+    "put_back",
     "readable",
     "shaped",
 ]
@@ -142,10 +143,10 @@ def order_of(value: torch.Tensor) -> tuple[int, ...]:
 
 def in_order(value: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
     """Returns a tensor whose dimensions are in an order in memory, as :func:`order_of` returns it."""
-    return _put_back(value.permute(tuple(order)).contiguous(), order)
+    return put_back(value.permute(tuple(order)).contiguous(), order)
 
 
-def _put_back(value: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
+def put_back(value: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
     """Undoes ``permute(order)``."""
     return value.permute([order.index(axis) for axis in range(len(order))])  # one argument: there may be no dimensions
 
@@ -246,7 +247,7 @@ def _sample(
         return torch.randperm(*shape, generator=generator, dtype=dtype, device=device)
     order = spec.order or range(len(shape))
     # A view with the strides of PyTorch's own tensor: numbers are drawn in the order of the memory.
-    value = _put_back(torch.empty([shape[axis] for axis in order], dtype=dtype, device=device), order)
+    value = put_back(torch.empty([shape[axis] for axis in order], dtype=dtype, device=device), order)
     return _fill(value, spec, generator).contiguous().to(_bound_type(dtype))
 
 

@@ -21,7 +21,7 @@ from unittest import mock
 import torch
 
 from ..core.errors import ExportError
-from ..engine.torch_memory import dense_order
+from ..engine.torch_memory import dense_order, put_back
 from ..export.nested import Layout, flatten, mapped, with_numbers_apart
 
 __all__ = [
@@ -231,8 +231,7 @@ class Link:
         if self.orders is not None:
             held, wanted = self.orders
             shape = tensors[self.place].shape
-            view = source.permute(held).view([shape[axis] for axis in wanted])
-            source = view.permute([wanted.index(axis) for axis in range(len(wanted))])
+            source = put_back(source.permute(held).view([shape[axis] for axis in wanted]), wanted)
         tensors[self.place] = source
 
 
