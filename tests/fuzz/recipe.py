@@ -158,8 +158,10 @@ def draw(seed: int) -> Recipe:
         chosen += ["own loop"] * (random_.random() < 0.15)
     rare = [way for way in WAYS[4:] if way != "own loop" and random_.random() < _RARELY.get(way, 0.08)]
     ways = tuple(way for way in WAYS if way in chosen or way in rare)
-    if dtype == "autocast16" and any("onnxruntime" in way or way == "own loop" for way in ways):
-        # These kernels overflow later than PyTorch's (docs/limits.md); the own loop divides after the backward pass.
+    on_onnxruntime = "complex" in kinds or any("onnxruntime" in way for way in ways)
+    if dtype == "autocast16" and (on_onnxruntime or "own loop" in ways):
+        # These kernels overflow later than PyTorch's (docs/limits.md), and run modules with complex constants, too; the
+        # own loop divides after the backward pass.
         options["scaler"] = "constant"
     changes = []
     # A trainer with copies of the weights does not see what is changed in the model.

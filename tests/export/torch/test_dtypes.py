@@ -182,17 +182,29 @@ def test_other_types_in_front_of_a_float_head(function: Any) -> None:
 
 
 @pytest.mark.options(kernels="onnxruntime")
-def test_a_batch_norm_of_doubles() -> None:
-    """The factor of its variance is computed from sizes."""
-    draw = torch.Generator().manual_seed(3)
-    batches = [(torch.randn(n, 8, generator=draw), torch.randint(0, 3, (n,), generator=draw)) for n in (8, 5)]
-    assert_same_training(
-        Head(lambda model, x: F.batch_norm(x.double(), None, None, training=True)),
-        HEAD_DESC,
-        batches,
-        optim.SGDConfig(lr=0.01),
-        lambda reference: torch.optim.SGD(reference.parameters(), lr=0.01),
+def test_numbers_computed_from_sizes_are_doubles_for_doubles() -> None:
+    """The factors of a mean's and a variance's gradient; before a batch norm, what they scale cancels."""
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.BatchNorm1d(8, momentum=0.7), nn.Linear(8, 3)).double()
+    reference = copy.deepcopy(model)
+    trainer = ORTTrainer(
+        model,
+        "auto",
+        optim.SGDConfig(lr=0.1),
+        loss_fn=lambda y, target: F.mse_loss(y, target) + y.var(0).mean() + (y.square() + 1).log2().mean(),
+        options=ORTTrainerOptions({"utils": {"grad_norm_clip": False}}),
     )
+    optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
+    for rows in (8, 5, 7, 3):
+        x, target = torch.randn(rows, 8).double(), torch.randn(rows, 3).double()
+        ours = trainer.train_step(x, target)[0]
+        optimizer.zero_grad()
+        y = reference(x)
+        theirs = F.mse_loss(y, target) + y.var(0).mean() + (y.square() + 1).log2().mean()
+        theirs.backward()
+        optimizer.step()
+        torch.testing.assert_close(ours.squeeze(), theirs.detach(), rtol=1e-12, atol=0)
+    torch.testing.assert_close(model.state_dict(), reference.state_dict(), rtol=1e-11, atol=1e-13)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -76,6 +77,18 @@ for _operator in (
     decomposition(_operator)(_of_dtypes(_operator, torch.float64))
 # Without weights, torch.onnx's translation mixes fp32 and bfloat16.
 decomposition(aten.native_group_norm.default)(_of_dtypes(aten.native_group_norm.default, torch.float64, torch.bfloat16))
+
+
+def _logarithm(base: int) -> Callable[[torch.Tensor], Any]:
+    def logarithm(input: torch.Tensor) -> Any:
+        """Divides doubles by a double: torch.onnx rounds the logarithm of the base to fp32."""
+        return input.log() / math.log(base) if input.dtype == torch.float64 else NotImplemented
+
+    return logarithm
+
+
+decomposition(aten.log2.default)(_logarithm(2))
+decomposition(aten.log10.default)(_logarithm(10))
 
 
 def _scaled(operator: Any) -> Callable[..., Any]:

@@ -146,7 +146,7 @@ def _copysign(input: torch.Tensor, other: torch.Tensor | float) -> torch.Tensor:
 @decomposition(aten.angle.default)
 def _angle(input: torch.Tensor) -> torch.Tensor:
     """Returns the angle of a real number, or NaN for NaN."""
-    angle = torch.where(input < 0, math.pi, 0.0)
+    angle = (input < 0).to(input.dtype if input.is_floating_point() else torch.get_default_dtype()) * math.pi
     return torch.where(input.isnan(), math.nan, angle) if input.is_floating_point() else angle
 
 

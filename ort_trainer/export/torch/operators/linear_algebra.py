@@ -43,7 +43,9 @@ def _product_and_sum(operator: Any) -> Callable[..., Any]:
 
 
 decomposition(aten.addmm.default)(_product_and_sum(aten.mm.default))
+decomposition(aten.addmv.default)(_product_and_sum(aten.mv.default))
 decomposition(aten.baddbmm.default)(_product_and_sum(aten.bmm.default))
+decomposition(aten.addbmm.default)(_product_and_sum(lambda first, second: aten.bmm.default(first, second).sum(0)))
 
 
 _of_groups = torch._grouped_mm

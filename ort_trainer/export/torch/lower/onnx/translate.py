@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
+from operator import truediv
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -49,6 +50,8 @@ aten = torch.ops.aten
 Named = Sequence[tuple[torch.fx.Node, str]]
 # In these, dim has another meaning.
 _VIEWS = {aten.squeeze.dim, aten.squeeze.dims, aten.unsqueeze.default}
+# Makes a number, or one computed from sizes, a tensor.
+_NUMBER = aten.scalar_tensor.default
 
 
 @functools.cache
@@ -267,7 +270,7 @@ def _tensors_for_scalars(graph: torch.fx.Graph) -> None:
             is_double = isinstance(value, float) and getattr(node.meta["val"], "dtype", None) == torch.float64
             dtype = torch.float64 if is_double else torch.tensor(value).dtype
             with graph.inserting_before(node):
-                tensor = graph.call_function(torch.ops.aten.scalar_tensor.default, (value,), {"dtype": dtype})
+                tensor = graph.call_function(_NUMBER, (value,), {"dtype": dtype})
             tensor.meta["val"] = node.meta["val"].new_full((), value, dtype=dtype)
             node.update_arg(0, tensor)
 
@@ -281,9 +284,21 @@ def _tensors_for_sizes(graph: torch.fx.Graph) -> None:
             number = value.meta.get("val") if isinstance(value, torch.fx.Node) else None
             if isinstance(number, torch.SymFloat) and isinstance(argument.type, torch.TensorType):
                 with graph.inserting_before(node):
-                    tensor = graph.call_function(aten.scalar_tensor.default, (value,), {"dtype": torch.float64})
-                tensor.meta["val"] = node.meta["val"].new_empty(())
-                node.update_arg(place, tensor)
+                    node.update_arg(place, _double(graph, value, node.meta["val"].new_empty(())))
+    doubles = [node for node in graph.find_nodes(op="call_function", target=_NUMBER) if _dtype(node) == torch.float64]
+    for node in doubles:
+        (quotient,) = node.args
+        if isinstance(quotient, torch.fx.Node) and quotient.target is truediv:
+            with graph.inserting_before(node):
+                sizes = [_double(graph, size, node.meta["val"]) for size in quotient.args]
+            node.target, node.args, node.kwargs = aten.div.Tensor, tuple(sizes), {}
+            doubles += sizes  # which may be quotients
+
+
+def _double(graph: torch.fx.Graph, number: Any, like: torch.Tensor) -> torch.fx.Node:
+    double = graph.call_function(_NUMBER, (number,), {"dtype": torch.float64})
+    double.meta["val"] = like
+    return double
 
 
 def _dtype(node: torch.fx.Node) -> torch.dtype | None:
