@@ -200,6 +200,40 @@ def test_a_module_is_compiled() -> None:
             assert_close(mine.grad, theirs.grad, 1e-5, "gradient")
 
 
+class Layer(nn.Sequential):
+    """A layer with a residual connection, and results that are saved for the backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.LayerNorm(8), nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + super().forward(x)
+
+
+@needs_compiler
+def test_equal_layers_are_compiled_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """In several processes, none of which reads headers that others may have compiled."""
+    monkeypatch.setattr("torch._inductor.codecache._HEADER_DIR", str(tmp_path / "anyone's"))
+    monkeypatch.setattr("ort_trainer.export.torch.lower.loops.divide._WORTH_A_PROGRAM", 13)  # two layers, forward
+    model = Apply(nn.ModuleList([Layer(), Layer(), Layer()]), lambda own, x: own[2](own[1](own[0](x))))
+    reference = copy.deepcopy(model)
+    options = ORTTrainerOptions({"utils": {"kernels": "compiled", "grad_norm_clip": False}})
+    ours = ORTTrainer(model, "auto", optim.SGDConfig(lr=0.1), loss_fn=F.mse_loss, options=options)
+    optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
+    for size in (4, 3, 7, 2):
+        x, y = torch.randn(size, 8), torch.randn(size, 8)
+        found = ours.train_step(x, y)[0]
+        optimizer.zero_grad()
+        loss = F.mse_loss(reference(x), y)
+        loss.backward()
+        optimizer.step()
+        assert_close(found.squeeze(), loss.detach(), 1e-5, "loss")
+    assert_same_weights(ours, reference, 1e-5)
+    programs = ours._loop.executor.graphs(True)[0].programs
+    assert (len(programs.calls), len(programs.programs)) == (4, 3)  # the first layer reads the batch
+    assert not (tmp_path / "anyone's").exists()
+
+
 @needs_compiler
 def test_a_convolution_over_sizes_that_change(caplog: pytest.LogCaptureFixture) -> None:
     layers = nn.ModuleList([nn.Embedding(11, 4), nn.Conv1d(4, 4, 3, groups=2)])

@@ -130,8 +130,8 @@ def _moved(path: Path, data: bytes, before: bytes, after: bytes) -> bytes:
 
 
 def _packed(data: bytes) -> str:
-    return base64.b85encode(zlib.compress(data)).decode()
+    return base64.b64encode(zlib.compress(data)).decode()
 
 
 def _unpacked(text: str) -> bytes:
-    return zlib.decompress(base64.b85decode(text))
+    return zlib.decompress(base64.b64decode(text, validate=True))

@@ -110,8 +110,17 @@ def _read_all(reader: int, child: int, while_waiting: Callable[[], None] | None)
 
 
 def _cpu_seconds(process: int) -> float:
-    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    """Returns the CPU time that a process and its children, such as compilers, have used."""
+    folder = Path(f"/proc/{process}")
+    try:
+        fields = (folder / "stat").read_text().rpartition(")")[2].split()
+    except OSError:  # it has ended
+        return 0.0
+    children: list[str] = []
+    with contextlib.suppress(OSError):  # not every kernel lists them
+        children = (folder / "task" / str(process) / "children").read_text().split()
+    own = sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")  # with that of children that have ended
+    return own + sum(_cpu_seconds(int(child)) for child in children)
 
 
 def can_differentiate() -> bool:

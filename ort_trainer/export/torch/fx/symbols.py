@@ -155,6 +155,7 @@ class SymbolTable(SymbolNames):
                     names[symbol] = str(inputs[index].shape[axis])
         values = shape_env.backed_var_to_val
         super().__init__(names, {name: int(values[symbol]) for symbol, name in names.items() if symbol in values})
+        self._required: tuple[list[str], dict[str, int]] = [], {}
         self.fixed: dict[str, int] = {}
         for entry, shape in zip(inputs, shapes, strict=True):
             for described, size in zip(entry.shape, shape, strict=True):
@@ -171,7 +172,8 @@ class SymbolTable(SymbolNames):
         """
         least = {self._names[symbol]: size for symbol, size in self._least.items() if symbol in self._names}
         conditions = [f"dim({name!r}) >= {size}" for name, size in sorted(least.items()) if name not in self.fixed]
-        frozen: dict[str, int] = {}
+        conditions += self._required[0]
+        frozen = dict(self._required[1])
         for guard in self._shape_env.guards:
             if is_choice_of_library(guard):
                 continue
@@ -182,6 +184,11 @@ class SymbolTable(SymbolNames):
             elif isinstance(condition, str) and condition not in conditions:
                 conditions.append(condition)
         return conditions, frozen
+
+    def require(self, conditions: Sequence[str], frozen: Mapping[str, int]) -> None:
+        """Adds conditions that another process has found, in the form of :meth:`guards`."""
+        self._required[0].extend(text for text in conditions if text not in self._required[0])
+        self._required[1].update(frozen)
 
     def reason(self, name: str) -> str:
         """Returns the line where the model fixed a symbolic dimension; "" if the exporter does not know it."""

@@ -25,7 +25,7 @@ import torch
 from ..capture.capture import CHECKPOINT
 from ..fx.values import base_of, is_tensor, tensors_of
 
-__all__ = ["EqualLayers"]
+__all__ = ["EqualLayers", "entry_of_list"]
 
 Node = torch.fx.Node
 Differentiate = Callable[[torch.nn.Module, Sequence[torch.Tensor]], torch.fx.GraphModule]
@@ -299,15 +299,22 @@ def _entries_of_lists(graph: torch.fx.Graph) -> list[tuple[str, list[Node]]]:
     Modules that run several times are left out.
     """
     operators = [node for node in graph.nodes if node.op == "call_function" and tensors_of(node)]
-    runs = [(path, list(nodes)) for path, nodes in itertools.groupby(operators, _entry)]
+    runs = [(path, list(nodes)) for path, nodes in itertools.groupby(operators, entry_of_list)]
     paths = [path for path, _ in runs]
     return [(path, nodes) for path, nodes in runs if path and paths.count(path) == 1]
 
 
-def _entry(node: Node) -> str:
-    """Returns the path of the outermost list entry that an operator belongs to; "" if there is none."""
-    paths = (path for path, _ in (node.meta.get(_STACK) or {}).values())
-    return next(filter(_ENTRY.fullmatch, paths), "")
+def entry_of_list(node: Node, otherwise: str = "") -> str:
+    """Returns the path of the outermost list entry that an operator, or its gradient, belongs to; "" for none.
+
+    Args:
+        node: The operator.
+        otherwise: What to return if it is not known to which modules it belongs.
+    """
+    stack = node.meta.get(_STACK) or node.meta.get(_FORWARD_STACK)
+    if not stack:
+        return otherwise
+    return next(filter(_ENTRY.fullmatch, (path for path, _ in stack.values())), "")
 
 
 def _is_size(node: Node) -> bool:

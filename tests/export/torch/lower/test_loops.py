@@ -18,7 +18,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from ort_trainer import ExportError, optim
 from ort_trainer.engine.programs.loops import encode_kernels, inductor_works_in, load
 from ort_trainer.export.torch.fx.values import is_view
-from ort_trainer.export.torch.lower.loops.compile import as_kernels, divide_for_loops
+from ort_trainer.export.torch.lower.loops.compile import as_kernels
+from ort_trainer.export.torch.lower.loops.divide import divide_for_loops
 
 from ....helpers import mlp_batches, mlp_trainer
 
