@@ -140,7 +140,7 @@ OPTIONS: dict[str, list[tuple[Any, str]]] = {
     "utils.random_numbers": [("numpy", "must be 'fast', 'pytorch' or 'pytorch_global' (given: 'numpy', str)")],
     "utils.kernels": [
         ("torch", "did you mean 'pytorch'?"),
-        (True, "must be 'auto', 'onnxruntime', 'pytorch' or 'compiled'"),
+        (True, "must be 'auto', 'onnxruntime', 'pytorch', 'compiled' or 'fastest'"),
     ],
     "utils.cuda_graphs": [(True, "must be 'auto', 'on' or 'off' (given: True, bool)")],
     "utils.remove_padding": [(True, "must be a str")],

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ from .ort import make_session, providers_for, session_options
 from .programs.runner import ProgramRunner
 from .runner import Check, GraphRunner, Plan, SessionRunner, check_branches
 from .torch_memory import TorchMemory
+from .turns import Turns
 
 if TYPE_CHECKING:
     from .ort import InferenceSession, SessionOptions
@@ -96,6 +98,8 @@ class Executor:
         self.variants: dict[bool, Hashable] = {True: None, False: None}
         self._plans: dict[tuple[Any, ...], Plan] = {}
         self._pruned: dict[tuple[Any, ...], GraphRunner] = {}
+        self._turns: dict[GraphRunner, Turns] = {}
+        self._replaced: list[Step] = []  # kept, because graphs are known by their ids
         self._memory = TorchMemory(self._device)
         self._scales: dict[TensorSpec, tuple[float, torch.Tensor]] = {}
 
@@ -148,6 +152,21 @@ class Executor:
                 self._updated[name] = torch.empty_like(self.tensor(name))
         self._runners_for(step.training).append(runner)
 
+    def add_rival(self, step: Step, rival: Step, decided: Callable[[bool, tuple[float, float]], None]) -> None:
+        """Adds a graph that computes what a training graph computes: in training, both take turns until one is faster.
+
+        Args:
+            step: The training graph.
+            rival: The other one, with the same inputs and outputs.
+            decided: See :class:`Turns`.
+
+        Raises:
+            RuntimeError: If the rival can't be loaded.
+        """
+        (runner,) = (each for each in itertools.chain(*self._runners.values()) if each.step is step)
+        self._turns[runner] = Turns(runner, self._make_runner(rival), decided)
+        self._plans = {key: plan for key, plan in self._plans.items() if plan.runner is not runner}
+
     def save_optimized(self, step: Step, path: Path) -> None:
         """Writes a graph as ONNX Runtime runs it here: after its own optimizations, for these providers."""
         # The user's own options must not be changed and can't be copied; only their optimization level matters here.
@@ -166,7 +185,8 @@ class Executor:
         for name, tensor in tensors.items():
             kinds = (self.parameters, self.buffers, self.outside)
             next((kind for kind in kinds if name in kind), self.outside)[name] = tensor
-            for runner in (*(r for runners in self._runners.values() for r in runners), *self._pruned.values()):
+            rivals = (turns.rival for turns in self._turns.values())
+            for runner in (*itertools.chain(*self._runners.values()), *self._pruned.values(), *rivals):
                 if name in runner.step.state:
                     runner.rebind(name, tensor)
         for plan in self._plans.values():
@@ -219,7 +239,11 @@ class Executor:
             names = (*names, *runner.step.left)
             if len(batch) < len(runner.step.inputs) or (training and not backward):
                 runner = self._without(runner, set(batch), names)
-            plan = self._plans[key] = runner.plan(dict(zip(batch, shapes, strict=True)), names)
+            sizes = dict(zip(batch, shapes, strict=True))
+            plan = self._plans[key] = runner.plan(sizes, names)
+            turns = self._turns.get(runner)
+            if turns is not None and turns.rival.step.takes(sizes):
+                turns.add(plan, turns.rival.plan(sizes, names))
             if len(self._plans) > _MAXIMUM_PLANS:
                 del self._plans[next(iter(self._plans))]  # the oldest
         return plan
@@ -323,6 +347,29 @@ class Executor:
 
         If the run fails, buffers do not change.
         """
+        turns = self._turns.get(plan.runner) if self._turns else None
+        if turns is None:
+            return self._run_plan(plan, batch, fresh, loss_scale, check)
+        result = turns.run(plan, lambda plan: self._run_plan(plan, batch, fresh, loss_scale, check))
+        if turns.winner is not None:
+            self._end_turns(turns)
+        return result
+
+    def _end_turns(self, turns: Turns) -> None:
+        """Lets the winner run from now on; if it does not take all sizes, the other one runs for those."""
+        runner, rival = turns.runner, turns.rival
+        del self._turns[runner]
+        if turns.winner is rival:
+            (runners,) = (each for each in self._runners.values() if runner in each)
+            runners.insert(runners.index(runner), rival)
+            if (rival.step.guards, rival.step.fixed) == (runner.step.guards, runner.step.fixed):
+                runners.remove(runner)
+                self._replaced.append(runner.step)
+            self._plans = {key: plan for key, plan in self._plans.items() if plan.runner is not runner}
+
+    def _run_plan(
+        self, plan: Plan, batch: Mapping[str, torch.Tensor], fresh: bool, loss_scale: float, check: Check | None
+    ) -> tuple[list[torch.Tensor], Mapping[str, torch.Tensor]]:
         step = plan.runner.step
         overwritten = () if fresh else plan.runner.overwritten(plan)
         if overwritten:

@@ -53,6 +53,10 @@ class Builder(Protocol):
         """
         ...
 
+    def compile_later(self, batch: Named, fetched: Sequence[str], step: Step) -> Any:
+        """Begins to compile a training graph for other kernels; see ``export/torch/builder.py``."""
+        ...
+
     def reference(self, batch: Named, tensors: Named) -> tuple[Sequence[torch.Tensor], float]:
         """Returns the outputs of the model itself in evaluation mode, and the relative size of a rounding.
 

@@ -28,7 +28,7 @@ from ..export.torch.capture.eager import random_state_kept
 from ..export.torch.capture.step_module import canonical_names
 from ..export.torch.guard import ModelChangedError, ModelWatch
 from ..export.torch.guard.reads import Reads, Root
-from ..export.torch.lower.kinds import choose
+from ..export.torch.lower.kinds import choose, kinds
 from ..export.torch.model import recompute_options
 from ..export.torch.outside.leftovers import decode, encode
 from ..export.torch.outside.notes import Notes
@@ -467,6 +467,10 @@ class CallGraphs:
             OptionError: If the option asks for kernels that the device lacks.
         """
         name = self._options.utils.kernels
+        if kinds(name)[0].rival:
+            raise OptionError(
+                f"utils.kernels is {name!r}, which compares steps of an ORTTrainer: set it to 'auto' or 'compiled'"
+            )
         usable, reason = choose(name, lambda kernels: kernels.objection(device))
         if not usable:
             raise OptionError(f"utils.kernels is {name!r}, but {reason}: set it to 'auto'")

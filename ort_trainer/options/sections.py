@@ -239,7 +239,7 @@ class UtilsOptions(Section):
     random_numbers: Literal["fast", "pytorch", "pytorch_global"]
     """How dropout draws its masks: `fast` uses 16-bit numbers from NumPy's SFC64; `pytorch` draws the same masks as
     PyTorch with the same seed, at five to ten times the cost."""
-    kernels: Literal["auto", "onnxruntime", "pytorch", "compiled"]
+    kernels: Literal["auto", "onnxruntime", "pytorch", "compiled", "fastest"]
     """Whose kernels compute a training step: ONNX Runtime's, or PyTorch's."""
     cuda_graphs: Literal["auto", "on", "off"]
     """Whether a step on a CUDA device is captured as a CUDA graph, which the device starts by itself instead of kernel
@@ -268,7 +268,7 @@ class UtilsOptionsDict(TypedDict, total=False):
     memory_efficient_gradient: bool
     share_weights: bool
     random_numbers: Literal["fast", "pytorch", "pytorch_global"]
-    kernels: Literal["auto", "onnxruntime", "pytorch", "compiled"]
+    kernels: Literal["auto", "onnxruntime", "pytorch", "compiled", "fastest"]
     cuda_graphs: Literal["auto", "on", "off"]
     remove_padding: str
     moments: Literal["float32", "bfloat16"] | torch.dtype

@@ -143,6 +143,7 @@ class Step:
             unknown.
         stored: The ONNX model, or the bytes of its file, which :attr:`model` parses on first use; empty with programs.
         kept: The cache file for later processes; empty if there is none. It is not part of the bytes.
+        measured: What showed that these kernels are the fastest; empty if that was not measured.
     """
 
     kind: str
@@ -171,6 +172,7 @@ class Step:
     origins: str = ""
     stored: ir.Model | bytes = b""
     kept: str = ""
+    measured: str = ""
 
     kinds: ClassVar[tuple[str, ...]] = ("training", "evaluation")
 
@@ -377,7 +379,7 @@ _OF_CALLS = ("forward", "backward")
 # What is not in the metadata, and what is left out of them where it is empty, as artifacts have always done.
 _APART = ("stored", "programs", "kept", "sums", "model")
 _MAY_LACK = frozenset({"micro_batches", "loss_scale", "origins", "order", "probability"}) | frozenset(
-    {"left", "input_updates", "saved", "tangents", "input_gradients", "depends", "assumptions"}
+    {"left", "input_updates", "saved", "tangents", "input_gradients", "depends", "assumptions", "measured"}
 )
 
 

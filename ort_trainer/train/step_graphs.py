@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import numbers
@@ -79,6 +80,7 @@ class StepGraphs:
         self._sample: dict[str, tuple[torch.Size, torch.dtype]] | None = None
         self.leaves: dict[int, Any] = {}
         self.has_started = False
+        self._compilations: list[tuple[Any, Step]] = []
         if not isinstance(model_desc, str):
             self._set_description(ModelDescription(model_desc))
         elif model_desc != "auto":
@@ -218,6 +220,8 @@ class StepGraphs:
             TypeError: If an input that the outputs need was left out.
         """
         self._guard(executor, batch, training)
+        if self._compilations:
+            self._take_compiled(executor)
         plan = executor.plan(training, batch, names, backward, refused)
         while plan is None:
             self._add_graph(executor, batch, training, names, branching=bool(refused))
@@ -437,6 +441,26 @@ class StepGraphs:
             raise
         return_freed_memory()
         self._built(executor, step)
+        if training:
+            compilation = self._builder(batch).compile_later(batch.as_given(), names, step)
+            if compilation is not None:
+                self._compilations.append((compilation, step))
+
+    def _take_compiled(self, executor: Executor) -> None:
+        """Lets graphs that were compiled meanwhile take turns with those that train."""
+        for entry in list(self._compilations):
+            compilation, step = entry
+            try:
+                rival = compilation.result()
+                if rival is None:
+                    continue
+                executor.add_rival(step, rival, functools.partial(_chosen, compilation))
+            except (ExportError, RuntimeError) as error:
+                _log.info("training stays on PyTorch's kernels: %s", error)
+            else:
+                if id(step) in self.leaves:
+                    self.leaves[id(rival)] = self.leaves[id(step)]
+            self._compilations.remove(entry)
 
     def _why_again(self, executor: Executor, batch: Batch, training: bool) -> str:
         """Returns why no graph can be used for a batch."""
@@ -487,3 +511,11 @@ class StepGraphs:
                 f"{', '.join(earlier)}: {error}"
             )
         return None
+
+
+def _chosen(compilation: Any, won: bool, seconds: tuple[float, float]) -> None:
+    """Logs and keeps the choice between PyTorch's kernels and compiled loops."""
+    own, others = (1000 * each for each in seconds)
+    why = f"a step's passes took {own:.4g} ms on PyTorch's kernels, and {others:.4g} ms with compiled loops"
+    _log.info("%s: training goes on with %s", why, "compiled loops" if won else "PyTorch's kernels")
+    compilation.keep(won, why)

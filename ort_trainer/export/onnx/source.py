@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import onnx
 import onnx_ir as ir
@@ -135,6 +136,10 @@ class _Builder:
                     f"input {name!r} has dtype {value.dtype}, but the ONNX model takes {dtype}: use .to({dtype})"
                 )
         return self.builder.build(batch, training, fetched, padded, branching)
+
+    def compile_later(self, batch: Named, fetched: Sequence[str], step: Step) -> Any:
+        """Begins to compile a training graph for other kernels; see the protocol."""
+        return self.builder.compile_later(batch, fetched, step)
 
     def reference(self, batch: Named, tensors: Named) -> tuple[Sequence[torch.Tensor], float]:
         """Returns the outputs of the model's module in evaluation mode, and the size of a rounding."""

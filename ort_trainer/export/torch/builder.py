@@ -102,10 +102,44 @@ class GraphBuilder:
         step = self.step
         if padded:  # for a comparison, which needs no compiled loops
             step = dataclasses.replace(step, padding_mask="", kernels=PROGRAMS.name)
-        if training and fetched is not None and kinds(step.kernels)[0].of_pytorch:
-            unfetched = frozenset(step.description.output_names).difference(fetched)
-            step = dataclasses.replace(step, unfetched=unfetched)
+        if training and fetched is not None:
+            step = _for_fetching(step, fetched)
         return self._finished(dataclasses.replace(self, step=step)._exported(batch, training, branching))
+
+    def compile_later(self, batch: Mapping[str, torch.Tensor], fetched: Collection[str], step: Step) -> Any:
+        """Begins to compile a training graph for the rival of its kernels, while training goes on.
+
+        Args:
+            batch, fetched: As for :meth:`build`.
+            step: What that has returned.
+
+        Returns:
+            A :class:`~.compile_later.Compilation`; None if the kernels have no rival, were chosen before, or if nothing
+            can be compiled, which is logged.
+        """
+        rival = kinds(self.step.kernels)[0].rival
+        if not rival or step.programs is None or step.measured:
+            return None
+        from .compile_later import Compilation, objection
+
+        reason = objection()
+        if self.step.joint:
+            reason = "several processes train together, and each would choose by itself"
+        if step.assumptions:
+            reason = "the model has branches on values"
+        if reason:
+            _log.info("training stays on PyTorch's kernels: %s", reason)
+            return None
+        other = dataclasses.replace(_for_fetching(self.step, fetched), kernels=rival)
+
+        def in_child() -> Export:
+            from .export import export
+
+            with BORROWED, torch.enable_grad():
+                return export(other, batch, True, None, lambda stage: None)
+
+        _log.info("compiling loops while training goes on; then steps show which kernels are faster")
+        return Compilation(step, in_child)
 
     def build_call(self, inputs: Mapping[str, torch.Tensor]) -> tuple[Step, tuple[Step, ...]]:
         """Exports a call, for inputs' dtypes, as :meth:`build` does.
@@ -195,6 +229,8 @@ class GraphBuilder:
         for problem in export.problems:
             _warn_once(problem)
         graph = export.step
+        if graph.measured:
+            _log.info("these kernels were chosen in an earlier run: %s", graph.measured)
         kind = f"{graph.kind} and backward" if export.backward else graph.kind
         kernels = f", computed by {kinds(self.step.kernels)[0].title}" if graph.programs is not None else ""
         if export.found:
@@ -219,6 +255,13 @@ class GraphBuilder:
     ) -> EagerStep:
         """Returns PyTorch's own results of a training step; see :func:`~.eager.run_eagerly`."""
         return run_eagerly(self.step, batch, tensors, scale, state, shake)
+
+
+def _for_fetching(step: ExportedStep, fetched: Collection[str]) -> ExportedStep:
+    """Returns what to export for runs that fetch some outputs."""
+    if not kinds(step.kernels)[0].of_pytorch:
+        return step
+    return dataclasses.replace(step, unfetched=frozenset(step.description.output_names).difference(fetched))
 
 
 def _refuse_contrib_ops(graph: Step) -> None:

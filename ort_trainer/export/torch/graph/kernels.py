@@ -38,6 +38,7 @@ class Kernels(ABC):
             others get a graph that is decomposed, and may run it in any order.
         reads_shapes: Whether an operator can take a size from the shape of a tensor that it does not read otherwise.
         checks_indices: Whether an index that is out of range is an error, instead of the end of the process.
+        rival: Name of the kind that is compiled while these train, and replaces them where it is faster; or "".
     """
 
     name: ClassVar[str]
@@ -45,6 +46,7 @@ class Kernels(ABC):
     of_pytorch: ClassVar[bool]
     reads_shapes: ClassVar[bool] = False
     checks_indices: ClassVar[bool] = True
+    rival: ClassVar[str] = ""
 
     def objection(self, device: torch.device) -> str:
         """Returns why they can't run on a device; "" if they can."""

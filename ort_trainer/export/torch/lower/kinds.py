@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ..graph.kernels import Kernels
-from .loops.kernels import LoopKernels
+from .loops.kernels import FastestKernels, LoopKernels
 from .onnx.kernels import OnnxRuntimeKernels
 from .programs.kernels import ProgramKernels
 
@@ -14,6 +14,7 @@ __all__ = ["ONNX_RUNTIME", "PROGRAMS", "choose", "kinds"]
 PROGRAMS, ONNX_RUNTIME = ProgramKernels(), OnnxRuntimeKernels()
 _KINDS: dict[str, list[Kernels]] = {
     "auto": [PROGRAMS, ONNX_RUNTIME],
+    "fastest": [FastestKernels(), ONNX_RUNTIME],
     **{kind.name: [kind] for kind in (PROGRAMS, LoopKernels(), ONNX_RUNTIME)},
 }
 

@@ -23,6 +23,8 @@ import torch._inductor.decomposition
 import torch._inductor.lowering
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.cpu_vec_isa import pick_vec_isa
+from torch._inductor.ir import TensorBox
+from torch._inductor.mkldnn_ir import LinearUnary
 
 from .....core.atomic import temporary_folder
 from .....core.errors import ExportError
@@ -71,8 +73,8 @@ def _require_compiler() -> None:
     chosen = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "cl" if os.name == "nt" else "g++")
     if shutil.which(chosen) is None:
         raise ExportError(
-            f"utils.kernels is 'compiled', which needs a C++ compiler, but there is no {chosen!r}: install it (on "
-            "Debian: apt install g++), set the environment variable CXX to another one, or set utils.kernels to 'auto'"
+            f"compiled loops need a C++ compiler, but there is no {chosen!r}: install it (on Debian: apt install g++), "
+            "set the environment variable CXX to another one, or set utils.kernels to 'auto'"
         )
 
 
@@ -193,8 +195,14 @@ def _whole(operators: Sequence[torch._ops.OpOverload]) -> Iterator[None]:
     lowerings = torch._inductor.lowering.lowerings
     with mock.patch.dict(table), mock.patch.dict(lowerings), mock.patch.dict(os.environ), constraints:
         os.environ.pop("CI", None)  # Inductor takes this to be a run of its own tests, which fail for such operators
+        lowerings[torch.ops.mkldnn._linear_pointwise.default] = _linear  # Inductor's own takes constant weights only
         # From torch 2.13 on, Inductor fixes the sizes of the images whose gradient it calls a kernel for.
         lowerings.pop(aten.convolution_backward.default, None)
         for each in operators:
             table.pop(each, None)
         yield
+
+
+def _linear(*arguments: Any) -> Any:
+    """Lets loops call oneDNN's linear layer."""
+    return TensorBox.create(LinearUnary.create(*arguments))

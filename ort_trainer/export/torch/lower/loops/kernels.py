@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ...graph.flat_graph import FlatGraph
     from ...graph.named_graph import NamedGraph
 
-__all__ = ["LoopKernels"]
+__all__ = ["FastestKernels", "LoopKernels"]
 
 
 class LoopKernels(ProgramKernels):
@@ -60,6 +60,18 @@ class LoopKernels(ProgramKernels):
 
         builder = LoopBuilder(graph)
         return {"programs": builder.build()}, builder.operators
+
+
+class FastestKernels(ProgramKernels):
+    """PyTorch's kernels, until compiled loops have shown to be faster in the steps of a training."""
+
+    name = "fastest"
+    checks_indices = False
+    rival = LoopKernels.name
+
+    def key(self, device: torch.device) -> str:
+        """Returns the processor too, as an export may have loops."""
+        return f"{super().key(device)} {_processor()}"
 
 
 @functools.cache

@@ -13,7 +13,7 @@ from .attention import drop_plain_masks
 from .cross_entropy import fuse_cross_entropy
 from .gelu import fuse_gelu
 from .halves import widen_products
-from .linear import use_onednn
+from .linear import open_products, use_onednn
 from .linear_cross_entropy import fuse_linear_cross_entropy
 from .views import drop_needless_casts, drop_needless_views
 
@@ -27,8 +27,8 @@ _REWRITES: tuple[Callable[..., None], ...] = (
     use_onednn,
     fuse_cross_entropy,
 )
-# Inductor can't look into the operators that these insert, so it would fuse less.
-_NOT_FOR_LOOPS = (use_onednn, fuse_cross_entropy)
+# Inductor can't look into the operator that this inserts, so it would fuse less.
+_NOT_FOR_LOOPS = (fuse_cross_entropy,)
 # Made for the CPU, or read values, for which other devices would have to wait.
 _FOR_CPU = (fuse_linear_cross_entropy, widen_products, use_onednn, fuse_cross_entropy)
 
@@ -62,6 +62,7 @@ def rewrite(
             fuse_linear_cross_entropy(graph, unfetched)
     if compiled:
         open_masks(graph)
+        open_products(graph)
     graph.eliminate_dead_code()
 
 

@@ -6,7 +6,7 @@ import torch
 
 from ....fx.values import product_flops, same_sizes
 
-__all__ = ["use_onednn"]
+__all__ = ["open_products", "use_onednn"]
 
 aten = torch.ops.aten
 
@@ -49,6 +49,12 @@ def use_onednn(graph: torch.fx.Graph) -> None:
             new = graph.call_function(linear, (left, weight, bias))
         new.meta.update(node.meta)
         node.replace_all_uses_with(new)
+
+
+def open_products(graph: torch.fx.Graph) -> None:
+    """Replaces the package's operator by the one of PyTorch's that it calls, which loops can call themselves."""
+    for node in graph.find_nodes(op="call_function", target=torch.ops.ort_trainer.linear.default):
+        node.target, node.args = torch.ops.mkldnn._linear_pointwise.default, (*node.args, "none", [], "")
 
 
 def _transposed(graph: torch.fx.Graph, node: torch.fx.Node) -> torch.fx.Node:

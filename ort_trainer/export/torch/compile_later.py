@@ -1,0 +1,123 @@
+"""Compiles loops in a child process while training goes on, and keeps the choice that steps then make.
+
+::
+
+    export -> steps on PyTorch's kernels ---> steps in turns -> steps on the faster kernels
+        |                                 ^                       |
+        '-> child process: loops ---------'                       '-> cache of exports
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import select
+import signal
+import tempfile
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO
+
+import torch
+
+from ...core.errors import ExportError, warn
+from ...core.forked import forked
+from ...step import Step
+from ..cache import Export, export_cache
+from .capture.isolation import can_isolate
+
+__all__ = ["Compilation", "objection"]
+
+_log = logging.getLogger(__name__)
+# Of four parts of a busy core it gets one.
+_NICENESS = 5
+# What a graph for other kernels must have in common with the one that it replaces.
+_INTERFACE = ("inputs", "outputs", "left", "loss", "state", "gradients", "buffer_updates", "random", "loss_scale")
+
+
+def objection() -> str:
+    """Returns why nothing can be compiled while training goes on; "" if it can."""
+    if not can_isolate():
+        return "this needs a fork of the training process, in its main thread, on Linux and without CUDA"
+    return "there is one core only, which trains" if len(os.sched_getaffinity(0)) == 1 else ""
+
+
+class Compilation:
+    """A graph that a child process of low priority exports for other kernels.
+
+    Args:
+        step: The graph for the kernels that train until then.
+        export: Exports the other one; called in the child.
+    """
+
+    def __init__(self, step: Step, export: Callable[[], Export]) -> None:
+        self._step = step
+        self._file: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the child writes
+
+        def answer(_: int) -> None:
+            os.nice(_NICENESS)
+            os.environ["ORT_TRAINER_EXPORT_IN_PROCESS"] = "1"  # no further processes
+            torch.set_num_threads(1)
+            try:
+                text = b"+" + export().to_bytes()
+            except Exception as error:
+                text = b"-" + " ".join(str(error).split()).encode()
+            self._file.write(text)
+            self._file.flush()
+
+        self._child, self._reader = forked(answer)
+        self._ended = select.poll()
+        self._ended.register(self._reader)
+        self._end = weakref.finalize(self, _end, os.getpid(), self._child, self._reader)
+
+    def result(self) -> Step | None:
+        """Returns the graph; None as long as the child works.
+
+        Raises:
+            ExportError: If the graph can't be exported, or can't take the other one's place.
+        """
+        if not self._ended.poll(0):
+            return None
+        self._end()
+        with self._file:
+            self._file.seek(0)
+            answer = self._file.read()
+        if answer[:1] != b"+":
+            raise ExportError(answer[1:].decode() or "the process that compiled has died")
+        self._export = Export.from_bytes(answer[1:])
+        step = dataclasses.replace(self._export.step, kept=self._step.kept)
+        differing = [name for name in _INTERFACE if getattr(step, name) != getattr(self._step, name)]
+        if differing or step.assumptions:
+            raise ExportError(f"the compiled graph has other {', '.join(differing) or 'branches'}")
+        return step
+
+    def keep(self, won: bool, why: str) -> None:
+        """Keeps the choice with the export, for later processes.
+
+        Args:
+            won: Whether the graph of this compilation is the faster one.
+            why: What was measured.
+        """
+        cache, key = export_cache(), Path(self._step.kept).stem
+        if cache is None or not key:
+            return
+        export = self._export
+        if not won:
+            data, _ = cache.load(key)
+            if data is None:  # evicted meanwhile
+                return
+            export = Export.from_bytes(data)
+        chosen = dataclasses.replace(export.step, measured=why)
+        problem = cache.store(key, dataclasses.replace(export, step=chosen).to_bytes())
+        if problem:
+            warn(f"the choice of kernels is not kept: {problem}")
+
+
+def _end(owner: int, child: int, reader: int) -> None:
+    """Ends the child, in the process that began it."""
+    if os.getpid() == owner:
+        os.close(reader)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
