@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import os
@@ -119,5 +120,6 @@ def _end(owner: int, child: int, reader: int) -> None:
     """Ends the child, in the process that began it."""
     if os.getpid() == owner:
         os.close(reader)
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
+        with contextlib.suppress(ProcessLookupError, ChildProcessError):  # the script may wait for all its children
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
