@@ -65,6 +65,21 @@ def test_sgd_with_momentum(settings: dict[str, Any], divisor: float) -> None:
     run_both(SGDConfig(lr=0.05, **settings), lambda p: torch.optim.SGD(p.values(), lr=0.05, **settings), None, divisor)
 
 
+@pytest.mark.parametrize("config", [SGDConfig(lr=0.05, momentum=0.9), AdamConfig(lr=0.01)], ids=["sgd", "adam"])
+def test_the_divisor_of_doubles_is_not_rounded(config: Any) -> None:
+    """PyTorch's fused kernels take it as fp32; beside weights of other dtypes, too."""
+    ours = {name: value.double() if name != "c" else value for name, value in tensors(0).items()}
+    theirs = {name: value.clone() for name, value in ours.items()}
+    divided, plain = make(config, ours, False), make(config, theirs, False)
+    for step in range(3):
+        gradients = {name: value.to(ours[name].dtype) for name, value in tensors(100 + step).items()}
+        divided.step({name: value * (10 / 3) for name, value in gradients.items()}, [config.lr], 10 / 3)
+        plain.step({name: value.clone() for name, value in gradients.items()}, [config.lr])
+    for name, value in ours.items():
+        tolerance = 1e-14 if value.dtype == torch.float64 else 1e-6
+        torch.testing.assert_close(value, theirs[name], rtol=tolerance, atol=tolerance)
+
+
 def test_sgd_in_groups_some_without_momentum() -> None:
     config = SGDConfig([{"params": ["a", "c"], "momentum": 0.0, "lr": 0.1}], lr=0.1, momentum=0.9)
     assert config.rule.slots_for(config.hyper_parameters(0)) == ()
