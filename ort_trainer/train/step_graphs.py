@@ -27,6 +27,8 @@ __all__ = ["StepGraphs"]
 _log = logging.getLogger(__name__)
 # Each graph costs an export; a model that fixes a dimension must not be exported again and again.
 _MAXIMUM_GRAPHS = 16
+# Graphs that are compiled at the same time; each takes a process.
+_MAXIMUM_COMPILATIONS = 2
 # Limit for remembered kinds of batches (shapes, dtypes, devices) that match the description.
 _MAXIMUM_KINDS = 1024
 
@@ -441,7 +443,7 @@ class StepGraphs:
             raise
         return_freed_memory()
         self._built(executor, step)
-        if training:
+        if training and len(self._compilations) < _MAXIMUM_COMPILATIONS:
             compilation = self._builder(batch).compile_later(batch.as_given(), names, step)
             if compilation is not None:
                 self._compilations.append((compilation, step))

@@ -138,8 +138,13 @@ class GraphBuilder:
             with BORROWED, torch.enable_grad():
                 return export(other, batch, True, None, lambda stage: None)
 
+        try:
+            compilation = Compilation(step, in_child)
+        except OSError as error:  # of the limits of the system
+            _log.info("training stays on PyTorch's kernels: no process can be begun to compile loops: %s", error)
+            return None
         _log.info("compiling loops while training goes on; then steps show which kernels are faster")
-        return Compilation(step, in_child)
+        return compilation
 
     def build_call(self, inputs: Mapping[str, torch.Tensor]) -> tuple[Step, tuple[Step, ...]]:
         """Exports a call, for inputs' dtypes, as :meth:`build` does.

@@ -109,7 +109,10 @@ class Compilation:
             data, _ = cache.load(key)
             if data is None:  # evicted meanwhile
                 return
-            export = Export.from_bytes(data)
+            try:
+                export = Export.from_bytes(data)
+            except ValueError:  # damaged meanwhile, which the next process says
+                return
         chosen = dataclasses.replace(export.step, measured=why)
         problem = cache.store(key, dataclasses.replace(export, step=chosen).to_bytes())
         if problem:

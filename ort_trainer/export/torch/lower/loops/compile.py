@@ -12,6 +12,7 @@ import functools
 import json
 import os
 import shutil
+import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -88,6 +89,8 @@ def compiled(graphs: Mapping[str, torch.fx.GraphModule], symbols: SymbolTable) -
     Raises:
         ExportError: If Inductor can't compile one of them.
     """
+    if not graphs:
+        return {}
     samples = {
         name: tuple(node.meta["val"] for node in graph.graph.find_nodes(op="placeholder"))
         for name, graph in graphs.items()
@@ -115,7 +118,8 @@ def compiled(graphs: Mapping[str, torch.fx.GraphModule], symbols: SymbolTable) -
                 if not can_isolate():
                     return work([*graphs])
                 pick_vec_isa()  # tries the compiler, once for all
-                return _at_once(work, [*graphs], symbols)
+                largest_first = sorted(graphs, key=lambda name: -len(graphs[name].graph.nodes))
+                return _at_once(work, largest_first, symbols)
         except Exception as error:
             raise ExportError(
                 f"Inductor can't compile the graph; set utils.kernels to 'auto': {' '.join(str(error).split())[:500]}"
@@ -136,24 +140,33 @@ def _at_once(
         with os.fdopen(writer, "w", encoding="utf-8") as stream:
             json.dump([results, [text for text in conditions if text not in before], frozen], stream)
 
-    children = [forked(functools.partial(answer, share)) for share in shares[1:]]
-    results = work(shares[0])
-    for (child, reader), share in zip(children, shares[1:], strict=True):
-        with os.fdopen(reader, encoding="utf-8") as stream:
+    with contextlib.ExitStack() as stack:
+        answers = []
+        for share in shares[1:]:
+            child, reader = forked(functools.partial(answer, share))
+            stack.callback(_end, child)
+            answers.append(stack.enter_context(os.fdopen(reader, encoding="utf-8")))
+        results = work(shares[0])
+        for stream, share in zip(answers, shares[1:], strict=True):
             text = stream.read()
-        os.waitpid(child, 0)
-        if text:
-            found, conditions, frozen = json.loads(text)
-            symbols.require(conditions, frozen)
-        else:  # it has failed: here the error is raised
-            found = work(share)
-        results |= found
+            if text:
+                compiled_there, conditions, frozen = json.loads(text)
+                symbols.require(conditions, frozen)
+            else:  # it has failed: here the error is raised
+                compiled_there = work(share)
+            results |= compiled_there
     return results
+
+
+def _end(child: int) -> None:
+    """Ends a process, if it has not ended."""
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
 
 
 def _as_library(module: torch.fx.GraphModule, sample: tuple[torch.Tensor, ...], folder: Path) -> str:
     """Returns a graph as machine code for the CPU."""
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)  # from a process that failed
     library = folder / "loops.so"
     torch._inductor.aot_compile(module, sample, options={**_FOR_CPU, "aot_inductor.output_path": str(library)})
     operators = [path.read_text(encoding="utf-8") for path in folder.glob("*.wrapper.json")]
