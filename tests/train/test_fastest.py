@@ -59,7 +59,7 @@ def test_the_faster_kernels_stay(
     """Losses and weights are PyTorch's before, during and after; the next trainer begins with the choice."""
     monkeypatch.setenv("ORT_TRAINER_CACHE", str(tmp_path))
     monkeypatch.delenv("ORT_TRAINER_EXPORT_IN_PROCESS", raising=False)
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1}, raising=False)
     monkeypatch.setattr("ort_trainer.export.torch.compile_later._NICENESS", 0)
     if not loops_win:  # then the rival may be anything, and what needs no compiler is ready sooner
         monkeypatch.setattr(FastestKernels, "rival", "pytorch")
@@ -108,9 +108,9 @@ def test_where_nothing_can_be_compiled_it_is_auto(
     monkeypatch.setenv("ORT_TRAINER_CACHE", "off")
     monkeypatch.delenv("ORT_TRAINER_EXPORT_IN_PROCESS", raising=False)
     caplog.set_level(logging.INFO)
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0})
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0}, raising=False)
     trainer_of(net()).train_step(*next(batches()))
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1}, raising=False)
     monkeypatch.setenv("CXX", "no-such-compiler")
     ours, drawn = trainer_of(net()), batches()
     end = time.monotonic() + 60
