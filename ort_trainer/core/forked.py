@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
+import signal
+import sys
 import warnings
 from collections.abc import Callable
 
-__all__ = ["forked"]
+__all__ = ["end", "end_with_parent", "forked"]
+
+_PR_SET_PDEATHSIG = 1  # of prctl(2)
 
 
 def forked(work: Callable[[int], None]) -> tuple[int, int]:
@@ -29,6 +34,23 @@ def forked(work: Callable[[int], None]) -> tuple[int, int]:
         _run_and_exit(work, reader, writer)
     os.close(writer)
     return child, reader
+
+
+def end(child: int) -> None:
+    """Ends a child process, if it has not ended, and forgets it."""
+    with contextlib.suppress(ProcessLookupError, ChildProcessError):  # a script may wait for all its children
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def end_with_parent() -> None:
+    """Lets this process, a forked child, end with its parent (on Linux), and not handle signals as the script does."""
+    import ctypes
+
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_DFL)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _run_and_exit(work: Callable[[int], None], reader: int, writer: int) -> None:

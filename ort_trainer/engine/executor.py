@@ -161,9 +161,11 @@ class Executor:
             decided: See :class:`Turns`.
 
         Raises:
-            RuntimeError: If the rival can't be loaded.
+            RuntimeError: If the rival can't be loaded, or this executor does not have the training graph.
         """
-        (runner,) = (each for each in itertools.chain(*self._runners.values()) if each.step is step)
+        runner = next((each for each in itertools.chain(*self._runners.values()) if each.step is step), None)
+        if runner is None:
+            raise RuntimeError("the graph that it was compiled for is not used any more")
         self._turns[runner] = Turns(runner, self._make_runner(rival), decided)
         self._plans = {key: plan for key, plan in self._plans.items() if plan.runner is not runner}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import statistics
 import time
 from collections.abc import Callable
@@ -13,10 +14,12 @@ __all__ = ["Turns"]
 
 Result = TypeVar("Result")
 
-# The first runs of each are not counted: they get memory from the system.
+# The first comparisons are not counted: runs get memory from the system.
 _WARM_UP = 2
-# Enough runs of each, and enough seconds of them, but not more runs than the last number.
+# Enough comparisons, and enough seconds of runs of each, but not more comparisons than the last number.
 _RUNS, _SECONDS, _MOST_RUNS = 7, 0.25, 100
+# Plans whose last run is remembered; a training may have batches of very many sizes.
+_MAXIMUM_PLANS = 256
 # The rival must take at most this part of the time: kernels change rounding, so a tie changes nothing.
 _FASTER = 0.98
 
@@ -24,7 +27,8 @@ _FASTER = 0.98
 class Turns:
     """Runs plans of two runners in turns, each step once.
 
-    Only runs of the same plans are compared, that is of batches of the same sizes with the same outputs.
+    A run is compared with the next one of the same plan, that is of a batch of the same sizes with the same outputs.
+    The order changes (own, rival, rival, own, ...), so that neither gets all first micro-batches of windows.
 
     Args:
         runner: The runner that ran until now.
@@ -41,11 +45,14 @@ class Turns:
     ) -> None:
         self.runner, self.rival, self._decided = runner, rival, decided
         self.winner: GraphRunner | None = None
-        self._pairs: dict[int, tuple[Plan, Plan, list[float], list[float]]] = {}
+        self._pairs: dict[int, tuple[tuple[Plan, Plan], list[float]]] = {}
+        self._times: tuple[list[float], list[float]] = [], []
 
     def add(self, plan: Plan, other: Plan) -> None:
         """Adds plans of both runners for the same batches."""
-        self._pairs[id(plan)] = plan, other, [], []
+        self._pairs[id(plan)] = (plan, other), []
+        if len(self._pairs) > _MAXIMUM_PLANS:
+            del self._pairs[next(iter(self._pairs))]  # the oldest
 
     def run(self, plan: Plan, run: Callable[[Plan], Result]) -> Result:
         """Runs a plan of :attr:`runner`, or the rival's for the same batches.
@@ -57,20 +64,21 @@ class Turns:
         pair = self._pairs.get(id(plan))
         if pair is None or self.winner is not None:
             return run(plan)
-        *plans, own, others = pair
-        turn = len(own) > len(others)
+        plans, times = pair
+        turn = (len(times) + 1) // 2 % 2
         start = time.perf_counter()
         result = run(plans[turn])
-        (others if turn else own).append(time.perf_counter() - start)
-        self._decide(own[_WARM_UP:], others[_WARM_UP:])
+        times.append(time.perf_counter() - start)
+        if len(times) % 2 == 0:
+            for which, seconds in zip((1 - turn, turn), times[-2:], strict=True):
+                self._times[which].append(seconds)
+            self._decide(*(times[_WARM_UP:] for times in self._times))
         return result
 
-    def _decide(self, own: list[float], others: list[float]) -> None:
-        """Names the winner, once both have run often enough."""
-        count, seconds = min(len(own), len(others)), min(sum(own), sum(others))
-        if count < _RUNS or (seconds < _SECONDS and count < _MOST_RUNS):
+    def _decide(self, own: list[float], rivals: list[float]) -> None:
+        """Names the winner, once there are enough comparisons."""
+        if len(own) < _RUNS or (min(sum(own), sum(rivals)) < _SECONDS and len(own) < _MOST_RUNS):
             return
-        medians = statistics.median(own), statistics.median(others)
-        won = medians[1] <= _FASTER * medians[0]
+        won = statistics.median(map(operator.truediv, rivals, own)) <= _FASTER
         self.winner = self.rival if won else self.runner
-        self._decided(won, medians)
+        self._decided(won, (statistics.median(own), statistics.median(rivals)))

@@ -447,22 +447,24 @@ class StepGraphs:
             compilation = self._builder(batch).compile_later(batch.as_given(), names, step)
             if compilation is not None:
                 self._compilations.append((compilation, step))
+        elif training:
+            _log.info("this graph stays on PyTorch's kernels: others are being compiled already")
 
     def _take_compiled(self, executor: Executor) -> None:
         """Lets graphs that were compiled meanwhile take turns with those that train."""
-        for entry in list(self._compilations):
-            compilation, step = entry
+        compilations, self._compilations = self._compilations, []
+        for compilation, step in compilations:
             try:
                 rival = compilation.result()
                 if rival is None:
+                    self._compilations.append((compilation, step))
                     continue
                 executor.add_rival(step, rival, functools.partial(_chosen, compilation))
-            except (ExportError, RuntimeError) as error:
+            except (ExportError, RuntimeError, ValueError) as error:
                 _log.info("training stays on PyTorch's kernels: %s", error)
-            else:
-                if id(step) in self.leaves:
-                    self.leaves[id(rival)] = self.leaves[id(step)]
-            self._compilations.remove(entry)
+                continue
+            if id(step) in self.leaves:
+                self.leaves[id(rival)] = self.leaves[id(step)]
 
     def _why_again(self, executor: Executor, batch: Batch, training: bool) -> str:
         """Returns why no graph can be used for a batch."""
@@ -518,6 +520,7 @@ class StepGraphs:
 def _chosen(compilation: Any, won: bool, seconds: tuple[float, float]) -> None:
     """Logs and keeps the choice between PyTorch's kernels and compiled loops."""
     own, others = (1000 * each for each in seconds)
+    winner = "compiled loops" if won else "PyTorch's kernels"
     why = f"a step's passes took {own:.4g} ms on PyTorch's kernels, and {others:.4g} ms with compiled loops"
-    _log.info("%s: training goes on with %s", why, "compiled loops" if won else "PyTorch's kernels")
-    compilation.keep(won, why)
+    _log.info("%s: training goes on with %s", why, winner)
+    compilation.keep(won, f"{winner}, as {why}")

@@ -47,14 +47,14 @@ def run_until_decided(monkeypatch: pytest.MonkeyPatch, own: float, rivals: float
 
 
 @pytest.mark.parametrize(
-    ("own", "rivals", "won", "steps"), [(0.1, 0.09, True, 18), (0.1, 0.099, False, 18), (0.011, 0.02, False, 49)]
+    ("own", "rivals", "won", "steps"), [(0.1, 0.09, True, 18), (0.1, 0.099, False, 18), (0.011, 0.02, False, 50)]
 )
 def test_the_faster_wins_after_enough_steps(
     own: float, rivals: float, won: bool, steps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A rival that is hardly faster does not: other kernels round otherwise."""
     ran, decisions = run_until_decided(monkeypatch, own, rivals)
-    assert ran == (["own", "rival"] * steps)[:steps]
+    assert ran == (["own", "rival", "rival", "own"] * steps)[:steps]
     ((has_won, seconds),) = decisions
     assert has_won is won and seconds == pytest.approx((own, rivals))
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import logging
+import os
 import shutil
+import signal
 import sys
 import time
 from pathlib import Path
@@ -98,7 +100,7 @@ def test_the_faster_kernels_stay(
     again = trainer_of(net(0.0))
     again.train_step(*next(drawn))
     assert loops_run(again) == [loops_win]
-    assert "these kernels were chosen in an earlier run: a step's passes took" in caplog.text
+    assert f"these kernels were chosen in an earlier run: {kernels}, as a step's passes took" in caplog.text
     assert "compiling" not in caplog.text
 
 
@@ -121,6 +123,25 @@ def test_where_nothing_can_be_compiled_it_is_auto(
         assert "training stays on PyTorch's kernels: there is one core only" in caplog.text
         assert "training stays on PyTorch's kernels: compiled loops need a C++ compiler" in caplog.text
     assert loops_run(ours) == [False]
+
+
+@needs_compiler
+def test_a_compilation_that_is_killed_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("ORT_TRAINER_CACHE", "off")
+    monkeypatch.delenv("ORT_TRAINER_EXPORT_IN_PROCESS", raising=False)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
+    caplog.set_level(logging.INFO)
+    ours, drawn = trainer_of(net()), batches()
+    ours.train_step(*next(drawn))
+    ((compilation, _),) = ours._loop.graphs._compilations
+    os.kill(compilation._child, signal.SIGKILL)
+    end = time.monotonic() + 20
+    while ours._loop.graphs._compilations and time.monotonic() < end:
+        ours.train_step(*next(drawn))
+    assert "training stays on PyTorch's kernels: the process that compiled has died" in caplog.text
+    ours.train_step(*next(drawn))
 
 
 def test_what_it_does_not_go_with() -> None:

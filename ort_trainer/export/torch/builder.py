@@ -135,11 +135,12 @@ class GraphBuilder:
         def in_child() -> Export:
             from .export import export
 
-            with BORROWED, torch.enable_grad():
-                return export(other, batch, True, None, lambda stage: None)
+            with torch.enable_grad():  # kept, so that a run that ends before the choice has not compiled for nothing
+                return export(other, batch, True, export_cache() if self.cached else None, lambda stage: None)
 
         try:
-            compilation = Compilation(step, in_child)
+            with BORROWED:  # in this process, so that no other thread has it at the fork
+                compilation = Compilation(step, in_child)
         except OSError as error:  # of the limits of the system
             _log.info("training stays on PyTorch's kernels: no process can be begun to compile loops: %s", error)
             return None

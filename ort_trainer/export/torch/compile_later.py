@@ -9,12 +9,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
 import os
 import select
-import signal
 import tempfile
 import weakref
 from collections.abc import Callable
@@ -23,8 +21,8 @@ from typing import IO
 
 import torch
 
-from ...core.errors import ExportError, warn
-from ...core.forked import forked
+from ...core.errors import ExportError
+from ...core.forked import end, end_with_parent, forked
 from ...step import Step
 from ..cache import Export, export_cache
 from .capture.isolation import can_isolate
@@ -41,7 +39,10 @@ _INTERFACE = ("inputs", "outputs", "left", "loss", "state", "gradients", "buffer
 def objection() -> str:
     """Returns why nothing can be compiled while training goes on; "" if it can."""
     if not can_isolate():
-        return "this needs a fork of the training process, in its main thread, on Linux and without CUDA"
+        return (
+            "an export can't run in a child process here, which needs Linux, the main thread, no CUDA, and no "
+            "ORT_TRAINER_EXPORT_IN_PROCESS"
+        )
     return "there is one core only, which trains" if len(os.sched_getaffinity(0)) == 1 else ""
 
 
@@ -57,16 +58,18 @@ class Compilation:
         self._step = step
         self._file: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the child writes
 
-        def answer(_: int) -> None:
+        def answer(writer: int) -> None:
+            end_with_parent()
             os.nice(_NICENESS)
             os.environ["ORT_TRAINER_EXPORT_IN_PROCESS"] = "1"  # no further processes
             torch.set_num_threads(1)
             try:
                 text = b"+" + export().to_bytes()
             except Exception as error:
-                text = b"-" + " ".join(str(error).split()).encode()
+                text = b"-" + (" ".join(str(error).split()) or type(error).__name__).encode()
             self._file.write(text)
             self._file.flush()
+            os.write(writer, b"+")  # all of it is there
 
         self._child, self._reader = forked(answer)
         self._ended = select.poll()
@@ -81,10 +84,11 @@ class Compilation:
         """
         if not self._ended.poll(0):
             return None
+        is_whole = os.read(self._reader, 1) == b"+"
         self._end()
         with self._file:
             self._file.seek(0)
-            answer = self._file.read()
+            answer = self._file.read() if is_whole else b""
         if answer[:1] != b"+":
             raise ExportError(answer[1:].decode() or "the process that compiled has died")
         self._export = Export.from_bytes(answer[1:])
@@ -116,13 +120,11 @@ class Compilation:
         chosen = dataclasses.replace(export.step, measured=why)
         problem = cache.store(key, dataclasses.replace(export, step=chosen).to_bytes())
         if problem:
-            warn(f"the choice of kernels is not kept: {problem}")
+            _log.warning("the choice of kernels is not kept: %s", problem)
 
 
 def _end(owner: int, child: int, reader: int) -> None:
     """Ends the child, in the process that began it."""
     if os.getpid() == owner:
         os.close(reader)
-        with contextlib.suppress(ProcessLookupError, ChildProcessError):  # the script may wait for all its children
-            os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
+        end(child)

@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import select
-import signal
 import sys
 import threading
 import time
@@ -17,7 +16,7 @@ from pathlib import Path
 import torch
 
 from ....core.errors import ExportError, IdleOptionError
-from ....core.forked import forked
+from ....core.forked import end, forked
 from .branches import ValuesAsked
 
 __all__ = ["can_differentiate", "can_isolate", "run_in_child"]
@@ -77,9 +76,7 @@ def run_in_child(
         answer = _read_all(reader, child, while_waiting)
     finally:
         os.close(reader)
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(child, signal.SIGKILL)  # it has answered, died, or is stuck
-        os.waitpid(child, 0)
+        end(child)  # it has answered, died, or is stuck
     if answer[:1] == b"-":
         name, *arguments = json.loads(answer[1:])
         raise _ERRORS.get(name, ExportError)(*arguments)

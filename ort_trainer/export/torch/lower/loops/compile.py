@@ -12,7 +12,6 @@ import functools
 import json
 import os
 import shutil
-import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -29,7 +28,7 @@ from torch._inductor.mkldnn_ir import LinearUnary
 
 from .....core.atomic import temporary_folder
 from .....core.errors import ExportError
-from .....core.forked import forked
+from .....core.forked import end, end_with_parent, forked
 from .....engine.programs.loops import encode, encode_kernels, inductor_works_in
 from .....engine.programs.runner import deterministic_kernels
 from .....engine.programs.strides import IGNORING_STRIDES
@@ -134,6 +133,7 @@ def _at_once(
     shares = [names[start::count] for start in range(count)]
 
     def answer(share: Sequence[str], writer: int) -> None:
+        end_with_parent()
         before, _ = symbols.guards()
         results = work(share)
         conditions, frozen = symbols.guards()
@@ -144,7 +144,7 @@ def _at_once(
         answers = []
         for share in shares[1:]:
             child, reader = forked(functools.partial(answer, share))
-            stack.callback(_end, child)
+            stack.callback(end, child)
             answers.append(stack.enter_context(os.fdopen(reader, encoding="utf-8")))
         results = work(shares[0])
         for stream, share in zip(answers, shares[1:], strict=True):
@@ -156,12 +156,6 @@ def _at_once(
                 compiled_there = work(share)
             results |= compiled_there
     return results
-
-
-def _end(child: int) -> None:
-    """Ends a process, if it has not ended."""
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
 
 
 def _as_library(module: torch.fx.GraphModule, sample: tuple[torch.Tensor, ...], folder: Path) -> str:
