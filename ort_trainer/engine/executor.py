@@ -343,35 +343,23 @@ class Executor:
         return self._runners.setdefault((training, self.variants[training]), [])
 
     def _run(
-        self, plan: Plan, batch: Mapping[str, torch.Tensor], fresh: bool, loss_scale: float, check: Check | None = None
+        self,
+        plan: Plan,
+        batch: Mapping[str, torch.Tensor],
+        fresh: bool,
+        loss_scale: float,
+        check: Check | None = None,
+        alone: bool = False,
     ) -> tuple[list[torch.Tensor], Mapping[str, torch.Tensor]]:
         """Runs a graph in training mode; returns the fetched outputs, and tensors with the other outputs by name.
 
-        If the run fails, buffers do not change.
+        If the run fails, buffers do not change. A rival takes turns, unless the plan runs ``alone``.
         """
-        turns = self._turns.get(plan.runner) if self._turns else None
-        if turns is None:
-            return self._run_plan(plan, batch, fresh, loss_scale, check)
-        result = turns.run(plan, lambda plan: self._run_plan(plan, batch, fresh, loss_scale, check))
-        if turns.winner is not None:
-            self._end_turns(turns)
-        return result
-
-    def _end_turns(self, turns: Turns) -> None:
-        """Lets the winner run from now on; if it does not take all sizes, the other one runs for those."""
-        runner, rival = turns.runner, turns.rival
-        del self._turns[runner]
-        if turns.winner is rival:
-            (runners,) = (each for each in self._runners.values() if runner in each)
-            runners.insert(runners.index(runner), rival)
-            if (rival.step.guards, rival.step.fixed) == (runner.step.guards, runner.step.fixed):
-                runners.remove(runner)
-                self._replaced.append(runner.step)
-            self._plans = {key: plan for key, plan in self._plans.items() if plan.runner is not runner}
-
-    def _run_plan(
-        self, plan: Plan, batch: Mapping[str, torch.Tensor], fresh: bool, loss_scale: float, check: Check | None
-    ) -> tuple[list[torch.Tensor], Mapping[str, torch.Tensor]]:
+        if self._turns and not alone and (turns := self._turns.get(plan.runner)) is not None:
+            result = turns.run(plan, lambda plan: self._run(plan, batch, fresh, loss_scale, check, alone=True))
+            if turns.winner is not None:
+                self._end_turns(turns)
+            return result
         step = plan.runner.step
         overwritten = () if fresh else plan.runner.overwritten(plan)
         if overwritten:
@@ -400,6 +388,18 @@ class Executor:
         count = len(fetched) - len(step.left)
         self.left = plan.runner.whole, fetched[count:]
         return fetched[:count], written
+
+    def _end_turns(self, turns: Turns) -> None:
+        """Lets the winner run from now on; if it does not take all sizes, the other one runs for those."""
+        runner, rival = turns.runner, turns.rival
+        del self._turns[runner]
+        if turns.winner is rival:
+            (runners,) = (each for each in self._runners.values() if runner in each)
+            runners.insert(runners.index(runner), rival)
+            if (rival.step.guards, rival.step.fixed) == (runner.step.guards, runner.step.fixed):
+                runners.remove(runner)
+                self._replaced.append(runner.step)
+            self._plans = {key: plan for key, plan in self._plans.items() if plan.runner is not runner}
 
     def _scale(self, step: Step, value: float) -> torch.Tensor | None:
         """Returns the loss scale as a graph input, the same tensor until it changes; None if the graph has none."""

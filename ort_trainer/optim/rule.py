@@ -68,15 +68,14 @@ class ParameterBatch:
 
     def scale(self) -> torch.Tensor | None:
         """Returns the divisor in the form of PyTorch's fused kernels, which divide the gradients in place."""
-        divisor = self.divisor
-        if not isinstance(divisor, torch.Tensor):
-            if divisor == 1.0:
-                return None
-            divisor = torch.tensor(divisor, device=self.weights[0].device)
-        if any(weight.dtype == torch.float64 for weight in self.weights):  # for which the kernels' fp32 is not enough
+        if "doubles" not in self.kept:
+            self.kept["doubles"] = any(weight.dtype == torch.float64 for weight in self.weights)
+        if self.kept["doubles"]:  # for which the kernels' fp32 is not enough
             self.divide()
-            return None
-        return divisor
+        divisor = self.divisor
+        if not isinstance(divisor, torch.Tensor) and divisor != 1.0:
+            divisor = torch.tensor(divisor, device=self.weights[0].device)
+        return divisor if isinstance(divisor, torch.Tensor) else None
 
     def count_up(self) -> None:
         """Increments all counts."""

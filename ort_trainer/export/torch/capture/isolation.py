@@ -110,12 +110,12 @@ def _cpu_seconds(process: int) -> float:
     """Returns the CPU time that a process and its children, such as compilers, have used."""
     folder = Path(f"/proc/{process}")
     try:
-        fields = (folder / "stat").read_text().rpartition(")")[2].split()
+        fields = (folder / "stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     except OSError:  # it has ended
         return 0.0
     children: list[str] = []
     with contextlib.suppress(OSError):  # not every kernel lists them
-        children = (folder / "task" / str(process) / "children").read_text().split()
+        children = (folder / "task" / str(process) / "children").read_text(encoding="utf-8").split()
     own = sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")  # with that of children that have ended
     return own + sum(_cpu_seconds(int(child)) for child in children)
 
