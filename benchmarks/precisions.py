@@ -62,7 +62,7 @@ def line(row: str, results: Mapping[str, Result]) -> str:
 
 def processor() -> str:
     """Returns the half-precision dtypes whose products are computed in fp32 here."""
-    from ort_trainer.engine.programs.halves import slow_halves
+    from ort_trainer.engine.programs.processor import slow_halves
 
     slow = [name for name, dtype in HALVES.items() if any(str(known) == f"torch.{dtype}" for known in slow_halves())]
     return f"products of {' and '.join(slow)} computed in fp32"

@@ -428,25 +428,25 @@ class _LowRank(nn.Module):
         return self.layer(x) + 2 * self.up(self.down(x))
 
 
-def _low_rank(task: Task, adapted: tuple[str, ...], outputs: int, trained: str = "none") -> Task:
-    """Freezes a model of width 768, but for what is added to some layers and the parameters that have a name."""
+def _low_rank(task: Task, adapted: tuple[str, ...], width: int, outputs: int, trained: str = "none") -> Task:
+    """Freezes a model, but for what is added to some layers of ``width`` and the parameters that have a name."""
     for name, parameter in task.model.named_parameters():
         parameter.requires_grad_(trained in name)
     for module in [*task.model.modules()]:
         for name, layer in module.named_children():
             if name in adapted:
-                setattr(module, name, _LowRank(layer, 768, outputs))
+                setattr(module, name, _LowRank(layer, width, outputs))
     return task
 
 
 def _bert_lora() -> Task:
     """BERT-base of which only LoRA of queries and values and the classifier are trained; 4 texts of 128 tokens."""
-    return _low_rank(_bert_base(), ("query", "value"), 768, "classifier")
+    return _low_rank(_bert_base(), ("query", "value"), 768, 768, "classifier")
 
 
 def _gpt2_lora() -> Task:
     """GPT-2 with 124 million parameters of which only LoRA of attention is trained; 2 texts of 128 tokens."""
-    return _low_rank(_gpt2_base(), ("c_attn",), 3 * 768)
+    return _low_rank(_gpt2_base(), ("c_attn",), 768, 3 * 768)
 
 
 class _Bottleneck(nn.Module):
@@ -483,6 +483,203 @@ def _resnet50() -> Task:
     return Task(model, *_images(4, 224, 1000))
 
 
+def _convnext() -> Task:
+    """ConvNeXt with stages of 1, 1, 2 and 1 blocks of 32 to 256 channels, 8 images of 64 x 64."""
+    from transformers import ConvNextConfig, ConvNextForImageClassification
+
+    config = ConvNextConfig(
+        depths=[1, 1, 2, 1], hidden_sizes=[32, 64, 128, 256], patch_size=2, image_size=64, num_labels=10
+    )
+    return Task(_Logits(ConvNextForImageClassification(config)), *_images(8, 64))
+
+
+def _swin() -> Task:
+    """Swin with stages of 2 blocks of 48, 96 and 192, windows of 4 x 4, 8 images of 64 x 64."""
+    from transformers import SwinConfig, SwinForImageClassification
+
+    config = SwinConfig(
+        image_size=64,
+        patch_size=4,
+        embed_dim=48,
+        depths=[2, 2, 2],
+        num_heads=[2, 4, 8],
+        window_size=4,
+        num_labels=10,
+    )
+    return Task(_Logits(SwinForImageClassification(config)), *_images(8, 64))
+
+
+class _DenoisingBlock(nn.Module):
+    """A residual block that knows the time, as in DDPM (Ho et al., 2020)."""
+
+    def __init__(self, channels: int, width: int, time: int) -> None:
+        super().__init__()
+        self.norm1, self.convolution1 = nn.GroupNorm(8, channels), nn.Conv2d(channels, width, 3, 1, 1)
+        self.time = nn.Linear(time, width)
+        self.norm2, self.convolution2 = nn.GroupNorm(8, width), nn.Conv2d(width, width, 3, 1, 1)
+        self.shortcut: nn.Module = nn.Identity() if channels == width else nn.Conv2d(channels, width, 1)
+
+    def forward(self, x: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
+        hidden = self.convolution1(F.silu(self.norm1(x))) + self.time(F.silu(time))[:, :, None, None]
+        return self.convolution2(F.silu(self.norm2(hidden))) + self.shortcut(x)
+
+
+class _PixelAttention(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.qkv, self.out = (
+            nn.GroupNorm(8, width),
+            nn.Conv2d(width, 3 * width, 1),
+            nn.Conv2d(width, width, 1),
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        query, key, value = self.qkv(self.norm(x)).flatten(2).transpose(1, 2)[:, None].chunk(3, -1)
+        mixed = F.scaled_dot_product_attention(query, key, value)[:, 0]
+        return x + self.out(mixed.transpose(1, 2).reshape(x.shape))
+
+
+class _DenoisingUNet(nn.Module):
+    """Predicts the noise of an image at a time."""
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.width, time = width, 4 * width
+        self.time = nn.Sequential(nn.Linear(width, time), nn.SiLU(), nn.Linear(time, time))
+        self.first = nn.Conv2d(3, width, 3, 1, 1)
+        self.block1, self.down1 = _DenoisingBlock(width, width, time), nn.Conv2d(width, width, 3, 2, 1)
+        self.block2, self.down2 = _DenoisingBlock(width, 2 * width, time), nn.Conv2d(2 * width, 2 * width, 3, 2, 1)
+        self.middle1, self.attention = _DenoisingBlock(2 * width, 2 * width, time), _PixelAttention(2 * width)
+        self.middle2 = _DenoisingBlock(2 * width, 2 * width, time)
+        self.up2, self.up1 = _DenoisingBlock(4 * width, width, time), _DenoisingBlock(2 * width, width, time)
+        self.norm, self.head = nn.GroupNorm(8, width), nn.Conv2d(width, 3, 3, 1, 1)
+
+    def forward(self, image: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
+        rates = torch.exp(torch.arange(self.width // 2) * (-9.21 / (self.width // 2)))
+        angles = time[:, None].float() * rates
+        known = self.time(torch.cat([angles.sin(), angles.cos()], 1))
+        first = self.block1(self.first(image), known)
+        second = self.block2(self.down1(first), known)
+        third = self.middle2(self.attention(self.middle1(self.down2(second), known)), known)
+        second = self.up2(torch.cat([F.interpolate(third, scale_factor=2.0), second], 1), known)
+        first = self.up1(torch.cat([F.interpolate(second, scale_factor=2.0), first], 1), known)
+        return self.head(F.silu(self.norm(first)))
+
+
+def _diffusion() -> Task:
+    """A U-Net of 32 and 64 channels that predicts the noise of 8 images of 32 x 32."""
+    image = ["batch", 3, 32, 32]
+    description = {
+        "inputs": [("image", image), ("time", ["batch"]), ("noise", image)],
+        "outputs": [("loss", [], True)],
+    }
+    batch = torch.randn(8, 3, 32, 32), torch.randint(0, 1000, (8,)), torch.randn(8, 3, 32, 32)
+    return Task(_DenoisingUNet(), batch, description, F.mse_loss)
+
+
+class _Transcriber(nn.Module):
+    """A model of speech that returns its own loss."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, features: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return self.model(input_features=features, labels=labels).loss
+
+
+def _whisper() -> Task:
+    """Whisper with 2 + 2 layers of 128 and a vocabulary of 4000, 4 spectrograms of 200 frames, texts of 24 tokens."""
+    from transformers import WhisperConfig, WhisperForConditionalGeneration
+
+    config = WhisperConfig(
+        vocab_size=4000,
+        d_model=128,
+        encoder_layers=2,
+        decoder_layers=2,
+        encoder_attention_heads=4,
+        decoder_attention_heads=4,
+        encoder_ffn_dim=512,
+        decoder_ffn_dim=512,
+        max_source_positions=100,
+        max_target_positions=64,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        decoder_start_token_id=1,
+        begin_suppress_tokens=None,
+        suppress_tokens=None,
+    )
+    description = {
+        "inputs": [("features", ["batch", 80, 200]), ("labels", ["batch", "length"])],
+        "outputs": [("loss", [], True)],
+    }
+    batch = torch.randn(4, 80, 200), torch.randint(3, 4000, (4, 24))
+    return Task(_Transcriber(WhisperForConditionalGeneration(config)), batch, description, None)
+
+
+def _mixtral() -> Task:
+    """Mixtral with 2 layers of 128, 8 experts of 256, 2 for a token, vocabulary 4000; 4 texts of 64 tokens."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    config = MixtralConfig(
+        vocab_size=4000,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=8,
+        num_experts_per_tok=2,
+        max_position_embeddings=64,
+    )
+    return _language_model(MixtralForCausalLM(config), 4, 64)
+
+
+def _qwen_lora() -> Task:
+    """Qwen2 with 4 layers of 256, vocabulary 8000, with LoRA of queries and values; 4 texts of 128 tokens."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    config = Qwen2Config(
+        vocab_size=8000,
+        hidden_size=256,
+        intermediate_size=704,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=128,
+    )
+    return _low_rank(_language_model(Qwen2ForCausalLM(config), 4, 128), ("q_proj", "v_proj"), 256, 256)
+
+
+class _Translator(nn.Module):
+    """An encoder and a decoder of GRUs with attention over the encoder's states (Luong et al., 2015)."""
+
+    def __init__(self, vocabulary: int = 4000, width: int = 192) -> None:
+        super().__init__()
+        self.source, self.target = nn.Embedding(vocabulary, width), nn.Embedding(vocabulary, width)
+        self.encoder = nn.GRU(width, width, batch_first=True)
+        self.decoder = nn.GRU(width, width, batch_first=True)
+        self.join, self.head = nn.Linear(2 * width, width), nn.Linear(width, vocabulary)
+
+    def forward(self, source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        states, last = self.encoder(self.source(source))
+        decoded, _ = self.decoder(self.target(target[:, :-1]), last)
+        weights = torch.softmax(decoded @ states.transpose(1, 2), -1)
+        logits = self.head(torch.tanh(self.join(torch.cat([decoded, weights @ states], -1))))
+        return F.cross_entropy(logits.flatten(0, 1), target[:, 1:].flatten())
+
+
+def _translator() -> Task:
+    """GRUs of 192 with attention and a vocabulary of 4000; 16 texts of 24 tokens into 25."""
+    description = {
+        "inputs": [("source", ["batch", 24]), ("target", ["batch", 25])],
+        "outputs": [("loss", [], True)],
+    }
+    batch = torch.randint(0, 4000, (16, 24)), torch.randint(0, 4000, (16, 25))
+    return Task(_Translator(), batch, description, None)
+
+
 MODELS: dict[str, Callable[[], Task]] = {
     "mlp": _mlp,
     "convolutions": _convolutions,
@@ -505,6 +702,13 @@ MODELS: dict[str, Callable[[], Task]] = {
     "padded-bert": _padded_bert,
     "bert-lora": _bert_lora,
     "gpt2-lora": _gpt2_lora,
+    "convnext": _convnext,
+    "swin": _swin,
+    "diffusion": _diffusion,
+    "whisper": _whisper,
+    "mixtral": _mixtral,
+    "qwen-lora": _qwen_lora,
+    "translator": _translator,
 }
 
 

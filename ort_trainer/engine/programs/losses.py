@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from .linear import is_faster, product
+
 __all__ = ["cross_entropy_backward", "ctc_losses", "linear_cross_entropy"]
 
 _nll_loss = torch.ops.aten.nll_loss_forward.default
@@ -134,13 +136,14 @@ def _by_blocks(
     everything = len(computed) == rows
     losses = torch.zeros(rows)
     d_hidden = torch.zeros(hidden.shape if of_hidden else 0, dtype=hidden.dtype)
-    d_weight = torch.zeros(weight.shape if of_weight else 0)
+    # oneDNN copies the transpose that it multiplies from the left: the hidden values are fewer than the logits.
+    turned = weight.dtype == torch.float32 and is_faster(2.0 * len(computed) * weight.numel(), True)
+    d_weight = torch.zeros((weight.shape[::-1] if turned else weight.shape) if of_weight else 0)
     d_bias = torch.zeros(classes if of_bias else 0)
     for block in torch.split(computed, max(_FEWEST_ROWS, _BLOCK_BYTES // (4 * classes))):
         here = slice(int(block[0]), int(block[-1]) + 1) if everything else block
         x, labels, factor = hidden[here], target[here], factors[here][:, None]
-        logits = torch.mm(x, weight.t()) if bias is None else torch.addmm(bias, x, weight.t())
-        logits = logits.float()
+        logits = product(x, weight.t(), bias).float()
         _log_softmax(logits, 1, False, out=logits)
         losses[here], total = _nll_loss(logits, labels, None, 0, ignore_index)
         # From here on these are the gradients of the logits; if plain, without the factors of their rows.
@@ -153,11 +156,15 @@ def _by_blocks(
             d_bias += torch.mv(logits.t(), factor[:, 0])
         d_logits = logits.to(x.dtype)
         if of_hidden:
-            d_hidden[here] = torch.mm(d_logits, weight).mul_(factor)
-        if of_weight and x.dtype == torch.float32:
+            d_hidden[here] = product(d_logits, weight).mul_(factor)
+        if of_weight and turned:
+            d_weight += product((x * factor).t(), d_logits)
+        elif of_weight and x.dtype == torch.float32:
             d_weight.addmm_(d_logits.t(), x * factor)
         elif of_weight:
             d_weight += torch.mm(d_logits.t(), (x * factor).to(x.dtype))
+    if turned and of_weight:
+        d_weight = d_weight.t().contiguous()
     return losses, d_hidden, d_weight.to(weight.dtype), d_bias.to(weight.dtype)
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from ort_trainer.engine.programs import losses
+from ort_trainer.engine.programs import linear, losses
 from ort_trainer.engine.programs.losses import cross_entropy_backward, linear_cross_entropy
 
 from ...helpers import assert_same_edges
@@ -43,11 +43,16 @@ def test_the_gradient_of_a_cross_entropy(edge: float, reduction: str, ignored: s
             assert_same_edges(ours, theirs, 1e-6, f"row {row}, gradient {of_loss}")
 
 
+@pytest.mark.parametrize("onednn", [False, True])
 @pytest.mark.parametrize("edge", EDGES)
 @pytest.mark.parametrize("place", ["hidden", "weight", "bias", "gradient"])
 @pytest.mark.parametrize("ignored", ["none", "some", "all"])
-def test_logits_that_are_never_made(edge: float, place: str, ignored: str) -> None:
+def test_logits_that_are_never_made(
+    edge: float, place: str, ignored: str, onednn: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What is not finite in an ignored row makes PyTorch's gradients NaN, although the loss is finite."""
+    for module in (linear, losses):
+        monkeypatch.setattr(module, "is_faster", lambda *_: onednn)
     target = labels(ignored)
     for reduction in REDUCTIONS:
         for row in (0, 1):

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import functools
-import platform
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from .....core.errors import ExportError
+from .....engine.programs.processor import described
 from ...capture.step_module import ExportedStep
 from ...graph.kernels import Lowered
 from ..programs.kernels import ProgramKernels
@@ -41,7 +39,7 @@ class LoopKernels(ProgramKernels):
 
     def key(self, device: torch.device) -> str:
         """Returns the processor too, whose own instructions the loops use, and the device, which they name."""
-        where = f"{device} {torch.cuda.get_device_name(device)}" if device.type == "cuda" else _processor()
+        where = f"{device} {torch.cuda.get_device_name(device)}" if device.type == "cuda" else described()
         return f"{super().key(device)} {where}"
 
     def check(self, step: ExportedStep, flat: FlatGraph) -> None:
@@ -71,14 +69,4 @@ class FastestKernels(ProgramKernels):
 
     def key(self, device: torch.device) -> str:
         """Returns the processor too, as an export may have loops."""
-        return f"{super().key(device)} {_processor()}"
-
-
-@functools.cache
-def _processor() -> str:
-    """Returns what compiled loops require of the processor."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:  # not Linux
-        return platform.processor()
-    return "\n".join(dict.fromkeys(line for line in lines if line.startswith(("model name", "flags", "Features"))))
+        return f"{super().key(device)} {described()}"

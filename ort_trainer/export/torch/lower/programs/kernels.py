@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .....engine.programs.halves import slow_halves
+from .....engine.programs.processor import slow_halves, slow_mkl
 from ...capture.step_module import ExportedStep
 from ...graph.kernels import Kernels, Lowered
 
@@ -31,8 +31,8 @@ class ProgramKernels(Kernels):
     _compiled = False
 
     def key(self, device: torch.device) -> str:
-        """Returns on which dtypes PyTorch's products are slow, and are widened."""
-        return f"slow {slow_halves()}"
+        """Returns which products are slow on this processor, and are computed otherwise."""
+        return f"slow {slow_halves()} {slow_mkl()}"
 
     def rewrite_forward(self, graph: torch.fx.Graph) -> None:
         """Speeds up a graph before it is differentiated; see the base class."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ......engine.programs.halves import slow_halves
+from ......engine.programs.processor import slow_halves
 from ....fx.values import Node
 
 __all__ = ["widen_products"]

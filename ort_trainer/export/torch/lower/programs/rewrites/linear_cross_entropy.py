@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ......engine.programs.halves import slow_halves
+from ......engine.programs.processor import slow_halves
 from ....fx.symbols import size_in_bytes
 from ....fx.values import Node, is_tensor, needed_for
 from .views import RESHAPES
