@@ -49,7 +49,7 @@ FUSED = "(fused)"
 _PRODUCTS = (
     *("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten.addbmm", "aten.mv", "aten.addmv", "aten.dot"),
     *("aten.linear", "aten.convolution", "aten.mkldnn_", "aten._scaled_dot_product", "aten._convolution"),
-    *("aten.addr", "ort_trainer.linear", "mkldnn."),
+    *("aten.addr", "aten._grouped_mm", "ort_trainer.grouped_mm", "ort_trainer.linear", "mkldnn."),
     *("MatMul", "Gemm", "Conv", "FusedMatMul", "FusedGemm", "FusedConv", "NhwcFusedConv", "TransposeMatMul", "Einsum"),
     *("LSTM", "GRU", "RNN", "Attention", "MultiHeadAttention"),
 )

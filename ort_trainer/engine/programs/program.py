@@ -49,6 +49,25 @@ _PLAIN = frozenset({"Tensor", "number", "int", "float", "bool", "str", "Device"}
 _ALSO_PLAIN = {COLLECTIVES: frozenset({"Any"})}
 _EXCLUDED = frozenset({"from_file", "_reshape_alias"})
 
+# The most frequent operators that have a function in ``torch``, which takes the same arguments: calling it takes 0.3 to
+# 0.8 microseconds less than through ``torch.ops``.
+_HAVE_FUNCTIONS = {
+    "default": "_log_softmax _softmax addmm bmm cat convolution embedding mm native_layer_norm neg permute relu relu_ "
+    "reshape rsqrt sigmoid stack t tanh unsqueeze",
+    "Tensor": "add div mul sub",
+    "Tensor_Scalar": "pow",
+    "dim": "mean squeeze",
+    "dim_IntList": "sum",
+    "int": "select transpose unbind",
+    "out": "add div mul sub",
+    "self": "where",
+}
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    f"aten.{name}.{overload}": getattr(torch, name)
+    for overload, names in _HAVE_FUNCTIONS.items()
+    for name in names.split()
+}
+
 # What surrounds a plain type in the text of a schema's type: Optional[List[Tensor]].
 _WRAPPED = re.compile(r"Optional\[|List\[|\]")
 
@@ -139,8 +158,9 @@ def find_operator(target: str) -> Callable[..., Any]:
         return operator.getitem
     if target.startswith(f"{COLLECTIVES}."):
         return waiting(_overload(target))
-    # Its own function, not through PyTorch's dispatcher, which takes longer than many of them.
-    called: Any = OWN.get(target, _overload(target))
+    overload = _overload(target)
+    # The package's own are called as they are: PyTorch's dispatcher takes longer than many of them.
+    called = OWN.get(target) or _FUNCTIONS.get(target) or overload._op
     function = with_contiguous_tensors(target.rpartition(".")[0], called)
     # Only in grad mode does this operator return what its backward operator needs; it has no argument for that.
     return torch.enable_grad()(function) if target == "aten.mkldnn_rnn_layer.default" else function

@@ -2,45 +2,64 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-from ....fx.values import same_sizes
+from ....fx.values import is_view, same_sizes
 
 __all__ = ["RESHAPES", "drop_needless_casts", "drop_needless_views"]
 
 aten = torch.ops.aten
+Node = torch.fx.Node
+
+RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
+_COPIES = (aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default)
+# Operators that change nothing if their result has the shape of their argument: it is the same, or a part of it, or has
+# it as a part.
+_OF_A_SHAPE = (*RESHAPES, aten.slice.Tensor, aten.slice_backward.default)
 
 
 def drop_needless_views(graph: torch.fx.Graph) -> None:
-    """Drops views that leave a tensor as it is; PyTorch's backward formulas are full of them::
+    """Drops views that leave a tensor as it is or are there already; PyTorch's backward formulas are full of them::
 
-        weight -> t -> t -> mm        =>    weight -> mm
-        x -> view -> view -> mm       =>    x -> view -> mm
-        x -> detach -> mm             =>    x -> mm
+        weight -> t -> t -> mm              =>    weight -> mm
+        x -> view -> view -> mm             =>    x -> view -> mm
+        x -> detach -> mm                   =>    x -> mm
+        x -> slice of everything -> mm      =>    x -> mm
+        x -> t -> mm, x -> t -> mm          =>    x -> t -> (mm, mm)
 
     Otherwise the gradient of a weight would be a view of what was computed, and a program would compute three views
     where one is enough; each costs a microsecond.
     """
+    views: dict[tuple[Any, str], Node] = {}
     for node in list(graph.nodes):
         if node.op != "call_function" or not node.all_input_nodes:
             continue
         source = node.args[0]
-        if node.target in (aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default):
-            node.replace_all_uses_with(source)
-        elif node.target is aten.t.default and source.target is aten.t.default:
-            node.replace_all_uses_with(source.args[0])
-        elif node.target in RESHAPES and source.target in RESHAPES:
+        if node.target in RESHAPES and isinstance(source, Node) and source.target in RESHAPES:
             node.update_arg(0, source.args[0])
-    for node in list(graph.nodes):
-        if node.target in RESHAPES and _same_shape(node, node.args[0]):
-            node.replace_all_uses_with(node.args[0])
+        same = _unchanged(node)
+        if same is None and is_view(node):
+            same = views.setdefault((node.target, f"{node.args} {node.kwargs}"), node)
+        if same is not None and same is not node:
+            node.replace_all_uses_with(same)
 
 
-RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
-
-
-def _same_shape(node: torch.fx.Node, other: torch.fx.Node) -> bool:
-    return same_sizes(node.meta["val"].shape, other.meta["val"].shape)
+def _unchanged(node: Node) -> Node | None:
+    """Returns the value that an operator returns as it is; None if it computes another one."""
+    source = node.args[0]
+    if not isinstance(source, Node):
+        return None
+    if node.target in _COPIES:
+        return source
+    if node.target in (aten.t.default, aten.transpose.int) and source.target is node.target:
+        before = source.args[0]
+        assert isinstance(before, Node)
+        return before if node.args[1:] == source.args[1:] else None
+    if node.target in _OF_A_SHAPE:
+        return source if same_sizes(node.meta["val"].shape, source.meta["val"].shape) else None
+    return None
 
 
 def drop_needless_casts(graph: torch.fx.Graph) -> None:
