@@ -8,12 +8,11 @@ neither Inductor nor a compiler to run. For a GPU they are Triton's kernels, and
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -106,17 +105,18 @@ def compiled(graphs: Mapping[str, torch.fx.GraphModule], symbols: SymbolTable) -
             with inductor_works_in(folder / name):  # all of whose files are kept
                 return as_kernels(graphs[name], samples[name], folder / name)
 
-        def work(names: Sequence[str]) -> dict[str, str]:
+        def work(names: Iterable[str]) -> dict[str, str]:
             with torch.no_grad(), _whole(WHOLE), deterministic_kernels():
                 return {name: library(name) if on_cpu else kernels(name) for name in names}
 
         try:
             if not on_cpu:
                 return work([*graphs])
-            with inductor_works_in(folder / "own"):
+            # Whether the compiler knows the processor's instructions would take it five seconds to try.
+            with inductor_works_in(folder / "own"), torch._inductor.config.patch({"cpp.vec_isa_ok": True}):
                 if not can_isolate():
                     return work([*graphs])
-                pick_vec_isa()  # tries the compiler, once for all
+                pick_vec_isa()  # tries the compiler for what is left, once for all
                 largest_first = sorted(graphs, key=lambda name: -len(graphs[name].graph.nodes))
                 return _at_once(work, largest_first, symbols)
         except Exception as error:
@@ -126,36 +126,39 @@ def compiled(graphs: Mapping[str, torch.fx.GraphModule], symbols: SymbolTable) -
 
 
 def _at_once(
-    work: Callable[[Sequence[str]], dict[str, str]], names: Sequence[str], symbols: SymbolTable
+    work: Callable[[Iterable[str]], dict[str, str]], names: Sequence[str], symbols: SymbolTable
 ) -> dict[str, str]:
-    """Returns the results of some work, which child processes and this one do in equal parts."""
-    count = min(len(names), len(os.sched_getaffinity(0)))
-    shares = [names[start::count] for start in range(count)]
+    """Returns the results of some work, by name, which child processes and this one do, each taking what is next."""
+    reader, writer = os.pipe()
+    os.write(writer, b"".join(number.to_bytes(2, "big") for number in range(len(names))))
+    os.close(writer)
 
-    def answer(share: Sequence[str], writer: int) -> None:
+    def taken() -> Iterator[str]:
+        while number := os.read(reader, 2):
+            yield names[int.from_bytes(number, "big")]
+
+    def answer(writer: int) -> None:
         end_with_parent()
         before, _ = symbols.guards()
-        results = work(share)
+        results = work(taken())
         conditions, frozen = symbols.guards()
         with os.fdopen(writer, "w", encoding="utf-8") as stream:
             json.dump([results, [text for text in conditions if text not in before], frozen], stream)
 
     with contextlib.ExitStack() as stack:
+        stack.callback(os.close, reader)
         answers = []
-        for share in shares[1:]:
-            child, reader = forked(functools.partial(answer, share))
+        for _ in range(min(len(names), len(os.sched_getaffinity(0))) - 1):
+            child, stream = forked(answer)
             stack.callback(end, child)
-            answers.append(stack.enter_context(os.fdopen(reader, encoding="utf-8")))
-        results = work(shares[0])
-        for stream, share in zip(answers, shares[1:], strict=True):
-            text = stream.read()
+            answers.append(stack.enter_context(os.fdopen(stream, encoding="utf-8")))
+        results = work(taken())
+        for text in [stream.read() for stream in answers]:
             if text:
                 compiled_there, conditions, frozen = json.loads(text)
                 symbols.require(conditions, frozen)
-            else:  # it has failed: here the error is raised
-                compiled_there = work(share)
-            results |= compiled_there
-    return results
+                results |= compiled_there
+        return results | work(name for name in names if name not in results)  # if a child failed, this raises its error
 
 
 def _as_library(module: torch.fx.GraphModule, sample: tuple[torch.Tensor, ...], folder: Path) -> str:

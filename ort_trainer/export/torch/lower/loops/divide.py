@@ -75,6 +75,8 @@ _OF_KNOWN_SIZES = (
 _WORTH_A_PROGRAM = 200
 # Where more operators are in a row, several programs are compiled at the same time.
 _MOST = 300
+# Fewer operators in a row stay PyTorch's kernels, if they are less than this share of all: to compile them takes 5 s.
+_FEWEST, _LEAST_SHARE = 10, 0.1
 
 
 def divide_for_loops(
@@ -92,14 +94,31 @@ def divide_for_loops(
     # Look-ups by integers that the model computes can't be compiled; ahead of all loops, they don't divide them.
     lookups = [node for node in nodes if not compiled[node] and _indices(node) and _of_integers(node)]
     ahead = needed_for(lookups, sizes=True) | {node for node in nodes if _draws_masks(node)}
-    ahead |= {node for node in nodes if node.target is operator.getitem and node.all_input_nodes[0] in ahead}
+    ahead |= _parts_of(ahead, nodes)
     first = [node for node in nodes if node in ahead]
     others = [node for node in nodes if node not in ahead]
+    # What no loop reads comes after them, where it doesn't divide them either: the gradients of a table of biases.
+    read = needed_for(node for node in others if compiled[node] or _communicates(node))
+    read |= _parts_of(read, others)
+    behind = [node for node in others if node not in apart and node not in read]
     later = [node for node in others if node in apart]
-    main = itertools.groupby((node for node in others if node not in apart), compiled.__getitem__)
-    divided = [(first, False), *((list(group), of_loops) for of_loops, group in main), (later, False)]
+    last_of_all = {*behind, *later}
+    main = itertools.groupby((node for node in others if node not in last_of_all), compiled.__getitem__)
+    divided = [(first, False), *((list(group), of_loops) for of_loops, group in main), (behind, False), (later, False)]
     parts = [(part, of_loops) for group, of_loops in divided for part in _split_after(last, group)]
+    fewest = min(_FEWEST, _LEAST_SHARE * sum(_computes(node) for node in nodes if compiled[node]))
+    parts = [(part, of_loops and sum(map(_computes, part)) >= fewest) for part, of_loops in parts]
     return [(each, of_loops) for part, of_loops in parts for each in (_by_layers(part) if of_loops else [part])]
+
+
+def _parts_of(results: Collection[Node], nodes: Sequence[Node]) -> set[Node]:
+    """Returns the nodes that select one of several results."""
+    return {node for node in nodes if node.target is operator.getitem and node.all_input_nodes[0] in results}
+
+
+def _computes(node: Node) -> bool:
+    """Returns whether a node is an operator that computes something: no view, and no part of a result."""
+    return not is_view(node) and node.target is not operator.getitem
 
 
 def _by_layers(nodes: Sequence[Node]) -> list[list[Node]]:
@@ -147,6 +166,11 @@ def _split_after(last: Collection[Node], nodes: Sequence[Node]) -> list[list[Nod
 def _draws_masks(node: Node) -> bool:
     """Returns whether an operator samples a mask of dropout."""
     return node.target in (ort_ops.draw_unpacked.default, ort_ops.draw_unpacked.rate)
+
+
+def _communicates(node: Node) -> bool:
+    """Returns whether an operator is one of several processes together, which begins as early as it can."""
+    return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == COLLECTIVES
 
 
 def _can_be_compiled(node: Node, checked: Collection[Node]) -> bool:
