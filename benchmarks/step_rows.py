@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -111,5 +112,27 @@ def ort_training(
         "mixed_precision": {"enabled": True, "dtype": HALVES[row.precision]} if row.precision in HALVES else {},
     }
     config = optim.AdamConfig(lr=1e-3, lambda_coef=0.01)
+    chosen = _Chosen()
     trainer = ORTTrainer(task.model, task.description, config, loss_fn=task.loss_fn, options=ORTTrainerOptions(options))
-    return Training(lambda: trainer.train_step(*inputs), trainer, row.accumulation)
+    is_settled = chosen.is_made if options["utils"].get("kernels") == "fastest" else lambda: True
+    return Training(lambda: trainer.train_step(*inputs), trainer, row.accumulation, is_settled)
+
+
+class _Chosen(logging.Handler):
+    """Listens whether the trainer has chosen its kernels by measuring, or says why it does not measure."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._messages: list[str] = []
+        logger = logging.getLogger("ort_trainer")
+        logger.addHandler(self)
+        logger.setLevel(logging.INFO)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Takes a message."""
+        self._messages.append(record.getMessage())
+
+    def is_made(self) -> bool:
+        """Returns whether the choice is made."""
+        texts = "training goes on with", "training stays", "chosen in an earlier run"
+        return any(text in message for message in self._messages for text in texts)

@@ -25,6 +25,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from floor import FLOOR, floor_training
 from step_rows import HALVES, ROWS, Row, ort_training
 from turns import Contender, Result, Training, measure, ratio, serve
 from versions import ENGINES, versions
@@ -34,14 +35,16 @@ LEGACY_PYTHON = ROOT / ".legacy" / "bin" / "python"
 RESULTS = ROOT / "benchmarks" / "results"
 PACKAGES = ("torch", *ENGINES, "onnx", "onnxscript", "transformers")
 
-EAGER, COMPILE, MODULE, OURS, LOOPS, ONNX, LEGACY = CONTENDERS = (
+EAGER, COMPILE, MODULE, OURS, LOOPS, FASTEST, ONNX, LEGACY, _ = CONTENDERS = (
     "eager",
     "compile",
     "ORTModule",
     "ort_trainer",
     "ort_trainer, compiled",
+    "ort_trainer, fastest",
     "ort_trainer, onnxruntime",
     "legacy 1.16.3",
+    FLOOR,
 )
 QUICK = (EAGER, MODULE, OURS)
 LARGE = ("bert-base", "gpt2-base", "resnet50", "bert-lora", "gpt2-lora")
@@ -91,6 +94,9 @@ def serve_contender(name: str, row: Row) -> None:
         return
     from ort_trainer import ORTTrainer  # noqa: F401
 
+    if name == FLOOR:
+        serve(functools.partial(floor_training, row))
+        return
     _, _, kernels = name.partition(", ")
     serve(functools.partial(ort_training, row, {"kernels": kernels or "auto"}))
 
@@ -116,7 +122,7 @@ def figures(row: Row, results: Mapping[str, Result], died: Mapping[str, str]) ->
     found: dict[str, Any] = {}
     for name, result in results.items():
         first, last = result.losses[0], result.losses[-1]
-        if len(result.rounds) >= ENOUGH_ROUNDS and not last < first:
+        if len(result.rounds) >= ENOUGH_ROUNDS and not last < first and name != FLOOR:
             print(f"{name}, {row.label}: its loss did not fall, from {first:.3g} to {last:.3g}", flush=True)
         found[name] = {
             "ms": float(f"{result.median * 1e3:.4g}"),
@@ -181,7 +187,7 @@ def main() -> None:
             for each in CONTENDERS
             if takes_part(each, row) and (each in wanted or each == EAGER)
         }
-        starts = 1 if arguments.quick else 2
+        starts = 1 if arguments.quick and FASTEST not in contenders else 2  # the second one knows the choice
         results, died = measure(contenders, arguments.steps or row.steps, rounds, starts, needed=EAGER)
         found = figures(row, results, died)
         for each, figure in found["contenders"].items():

@@ -43,11 +43,13 @@ class Training:
         step: Runs one training step and returns the loss.
         trainer: The trainer, if it is an ORTTrainer.
         accumulation: Calls of ``step`` per weight update.
+        is_settled: Returns whether it trains as later processes will; a process ends when it does.
     """
 
     step: Callable[[], Any]
     trainer: Any = None
     accumulation: int = 1
+    is_settled: Callable[[], bool] = lambda: True
 
     def profile(self, steps: int) -> Profile | None:
         """Returns where the time of a step goes; None if the trainer can't tell."""
@@ -91,6 +93,8 @@ def serve(make: Callable[[], Training]) -> None:
             losses.append(float(loss))
         own, children = memory("VmHWM"), resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
         answer({"times": times, "loss": statistics.fmean(losses), "own": own, "peak": max(own, children)})
+    while not training.is_settled():
+        training.step()
 
 
 @dataclasses.dataclass(frozen=True)
