@@ -15,12 +15,14 @@ __all__ = ["Results", "blocks", "pictures", "read_results"]
 Results = Mapping[str, Any]
 
 _EAGER, _OURS, _LOOPS, _ONNX = "eager", "ort_trainer", "ort_trainer, compiled", "ort_trainer, onnxruntime"
+_FLOOR = "products alone"
 # Contender -> label and color. All colors can be read on white and on black.
 _CONTENDERS = {
     "compile": ("torch.compile", "#a08a4f"),
     "ORTModule": ("ORTModule", "#5aa469"),
     _OURS: ("ort_trainer", "#2f81d6"),
     _LOOPS: ("compiled loops", "#8a6fbf"),
+    "ort_trainer, fastest": ("fastest", "#3fa7a0"),
     _ONNX: ("ONNX Runtime", "#c9772e"),
     "legacy 1.16.3": ("legacy 1.16.3", "#b5577d"),
 }
@@ -166,18 +168,22 @@ def _means(version: str, results: Mapping[str, Any]) -> Iterator[str]:
 
 def _table(rows: Mapping[str, Any]) -> Iterator[str]:
     yield (
-        "| model | contender | step, ms | eager's time / its time (95 %) | peak memory, MB | / eager's "
+        "| model | contender | step, ms | eager's time / its time (95 %) | of the floor | peak memory, MB | / eager's "
         "| first start, s | second start, s |"
     )
-    yield "|---|---|---|---|---|---|---|---|"
+    yield "|---|---|---|---|---|---|---|---|---|"
     for row in rows.values():
+        floor = row["contenders"].get(_FLOOR, {}).get("ms")
         for name, found in row["contenders"].items():
+            if name == _FLOOR:
+                continue
             head = f"| {row['title']} | {_CONTENDERS.get(name, (name,))[0]} |"
             if "ms" not in found:
-                yield f"{head} fails |{' - |' * 5}"
+                yield f"{head} fails |{' - |' * 6}"
                 continue
             middle, low, high = found["speed"]
             speed = "1" if name == _EAGER else f"**{middle:.2f}** ({low:.2f} - {high:.2f})"
             first, second = (*map(str, found["starts"]), "-")[:2]
             share = found["MB"] / row["contenders"][_EAGER]["MB"]
-            yield f"{head} {found['ms']:.4g} | {speed} | {found['MB']} | {share:.2f} | {first} | {second} |"
+            above = f"{found['ms'] / floor:.2f}" if floor else "-"
+            yield f"{head} {found['ms']:.4g} | {speed} | {above} | {found['MB']} | {share:.2f} | {first} | {second} |"
