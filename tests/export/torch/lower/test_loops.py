@@ -8,6 +8,7 @@ import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from ort_trainer import ExportError, optim
 from ort_trainer.engine.programs.loops import encode_kernels, inductor_works_in, load
 from ort_trainer.export.torch.fx.values import is_view
+from ort_trainer.export.torch.lower.loops import divide
 from ort_trainer.export.torch.lower.loops.compile import as_kernels
 from ort_trainer.export.torch.lower.loops.divide import divide_for_loops
 
@@ -123,6 +125,39 @@ def test_rows_that_the_model_looks_up_come_before_the_loops() -> None:
         ["sin", "cos", "add_1"],
     ]
     assert [of_loops for _, of_loops in divided] == [False, True]
+
+
+def test_what_no_loop_reads_comes_after_them() -> None:
+    """Such as the gradient of a table that is added to the scores of attention."""
+
+    def compute(table: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        wave = x.sin()
+        return table.exp().index_add(0, torch.arange(4), wave).relu(), wave.cos().exp()
+
+    graph = make_fx(compute, tracing_mode="fake")(torch.randn(5, 4), torch.randn(4, 4)).graph
+    nodes = [node for node in graph.nodes if node.op == "call_function"]
+    own = {node for node in nodes if node.name in ("index_add", "relu")}
+    with mock.patch.object(divide, "_can_be_compiled", lambda node, checked: node not in own):
+        divided = divide_for_loops(nodes, (), ())
+    assert [([node.name for node in group], of_loops) for group, of_loops in divided] == [
+        (["sin", "exp", "arange", "cos", "exp_1"], True),
+        (["index_add", "relu"], False),
+    ]
+
+
+def test_few_operators_between_others_stay_kernels() -> None:
+    def compute(x: torch.Tensor) -> torch.Tensor:
+        for _ in range(30):
+            x = x.sin()
+        return x.tan().sin().cos().atan().exp()
+
+    graph = make_fx(compute, tracing_mode="fake")(torch.randn(4)).graph
+    nodes = [node for node in graph.nodes if node.op == "call_function"]
+    with mock.patch.object(divide, "_can_be_compiled", lambda node, checked: node.name not in ("tan", "atan")):
+        divided = divide_for_loops(nodes, (), ())
+        least = divide_for_loops(nodes[-5:], (), ())
+    assert [(len(group), of_loops) for group, of_loops in divided if of_loops] == [(30, True)]
+    assert [(len(group), of_loops) for group, of_loops in least if of_loops] == [(2, True), (1, True)]
 
 
 def test_all_results_of_an_operator_stay_with_it() -> None:

@@ -77,6 +77,16 @@ def test_a_cross_entropy_with_weights_stays() -> None:
 def test_views_that_lead_back_are_gone() -> None:
     calls = trained(lambda x: x.t().t().reshape(-1, 5).view(-1, 5).detach() * x)
     assert "aten.detach.default" not in calls
+
+
+def test_slices_of_everything_are_gone() -> None:
+    calls = trained(lambda x: x[:][:, 0:].exp() * x[:, :])
+    assert not {"aten.slice.Tensor", "aten.slice_backward.default"} & calls.keys()
+
+
+def test_a_view_is_taken_once() -> None:
+    calls = trained(lambda x: x[:, 0].exp() + x[:, 0].sin() * x[:, 1])
+    assert calls["aten.select.int"] == 2
     assert calls["aten.reshape.default"] == 1, "for the gradient of the bias, a sum over rows"
 
 
