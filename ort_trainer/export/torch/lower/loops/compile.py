@@ -213,6 +213,8 @@ def _whole(operators: Sequence[torch._ops.OpOverload]) -> Iterator[None]:
         yield
 
 
-def _linear(*arguments: Any) -> Any:
-    """Lets loops call oneDNN's linear layer."""
-    return TensorBox.create(LinearUnary.create(*arguments))
+def _linear(value: Any, weight: Any, bias: Any, *rest: Any) -> Any:
+    """Lets loops call oneDNN's linear layer. Unlike Inductor, it takes a transpose as weight without a copy."""
+    value, bias = (each and LinearUnary.require_contiguous(LinearUnary.realize_input(each)) for each in (value, bias))
+    with mock.patch.object(LinearUnary, "require_contiguous", LinearUnary.require_stride1):
+        return TensorBox.create(LinearUnary.create(value, weight, bias, *rest))
