@@ -39,7 +39,7 @@ from ....engine.ort import engine_identity
 from ....engine.programs.collectives import COLLECTIVES
 from ...cache import SOURCES_AT_IMPORT, hash_of_sources
 from ..fx.symbols import is_choice_of_library
-from ..operators.registry import is_extended
+from ..operators.registry import composites, is_extended
 from ..outside.values import memory_of
 from .capture import Capture
 from .step_module import ExportedStep, StepModule, canonical_names, content_of
@@ -293,7 +293,8 @@ def _target(module: torch.fx.GraphModule, node: torch.fx.Node) -> str:
 def _function(target: Any) -> str:
     """Returns an operator, or a function of Python or PyTorch, as text: its behavior follows from the versions."""
     if isinstance(target, torch._ops.OpOverload):
-        if target.namespace not in _NAMESPACES:
+        # Another library's operator may be replaced by the package's own, whose sources are known.
+        if target.namespace not in _NAMESPACES and str(target) not in composites():
             raise NoFingerprint(f"{target} is not an operator of PyTorch")
         return str(target)
     where = getattr(type(target) if isinstance(target, torch._ops.HigherOrderOperator) else target, "__module__", "")

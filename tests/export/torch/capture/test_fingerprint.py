@@ -219,6 +219,12 @@ def test_what_is_written_elsewhere_has_no_key(function: Any, reason: str) -> Non
         key(Model(activation=function))
 
 
+def test_an_operator_that_the_package_replaces_has_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fingerprint, "composites", lambda: {"ort_trainer_fingerprint_tests.twice.default": None})
+    twice = torch.ops.ort_trainer_fingerprint_tests.twice
+    assert key(Model(activation=twice)) == key(Model(activation=twice)) != key()
+
+
 def test_under_a_mode_there_is_no_key() -> None:
     with torch.device("cpu"), pytest.raises(NoFingerprint, match="a mode of PyTorch is active"):
         key()
