@@ -50,7 +50,7 @@ def batches() -> Any:
 def loops_run(trainer: ORTTrainer) -> list[bool]:
     """Returns of each training graph, the preferred first, whether it has loops."""
     steps = trainer._loop.executor.graphs(True)  # type: ignore[union-attr]
-    return ["loops.run" in "".join(step.programs.programs.values()) for step in steps]  # type: ignore[union-attr]
+    return ["loops.cpp" in "".join(step.programs.programs.values()) for step in steps]  # type: ignore[union-attr]
 
 
 @needs_compiler

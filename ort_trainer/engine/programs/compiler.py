@@ -16,6 +16,7 @@ import torch
 
 from ...core.dims import evaluate, evaluate_number
 from ...step.program_graph import Constant, ProgramGraph
+from .loops import takes_addresses
 from .program import CPU, Order, Program, makes_tensors
 
 __all__ = ["LoadedCall", "compiled", "loaded"]
@@ -57,11 +58,12 @@ def _tensor(name: str, constant: Constant) -> torch.Tensor:
 
 
 class _Line(NamedTuple):
-    """A line of the source; it is omitted if no needed line reads the variable that it sets."""
+    """A line of the source; unless it is to be kept, it is omitted if no needed line reads the variable that it sets."""
 
     text: str
     sets: str = ""
     reads: Sequence[str] = ()
+    keep: bool = False
 
 
 def compiled(
@@ -139,12 +141,14 @@ class _Compiler:
         for index, (target, args, kwargs) in enumerate(program.steps):
             reads: list[str] = []
             write = functools.partial(self._argument, sources, dims, reads)
-            arguments = [write(argument) for argument in args]
+            is_loop = takes_addresses(target)
+            arguments = [f"{write(argument)}{'.data_ptr()' * (is_loop and _is_tensor(argument))}" for argument in args]
             arguments += [f"{_identifier(name)}={write(argument)}" for name, argument in kwargs.items()]
             if self._device != CPU and makes_tensors(target):
                 arguments.append(f"device={self._name(self._device)}")
             call_of = f"{self._name(program.function(target, self._device))}({', '.join(arguments)})"
-            sources["v", index] = self._set(call_of, reads)
+            # Between loops, a step may write memory that others read.
+            sources["v", index] = self._set(call_of, reads, keep=bool(program.loops))
             self._mark()
         for name, (step, order) in zip(call.outputs, program.results, strict=True):
             value = self._permuted(sources["v", step], order)
@@ -167,10 +171,10 @@ class _Compiler:
         """Returns the variable of a value with permuted dimensions; the same one if the order is None."""
         return value if order is None else self._set(f"{value}.permute({[int(axis) for axis in order]})", [value])
 
-    def _set(self, expression: str, reads: Sequence[str]) -> str:
+    def _set(self, expression: str, reads: Sequence[str], keep: bool = False) -> str:
         """Adds a line that computes something; returns the variable."""
         variable = self._variable()
-        self._lines.append(_Line(f"{variable} = {expression}", variable, reads))
+        self._lines.append(_Line(f"{variable} = {expression}", variable, reads, keep))
         return variable
 
     def _mark(self) -> None:
@@ -204,7 +208,7 @@ class _Compiler:
         if isinstance(value, str):
             return self._name(value)
         if isinstance(value, list):
-            return f"[{', '.join(self._argument(sources, dims, reads, entry) for entry in value)}]"
+            return f"({''.join(f'{self._argument(sources, dims, reads, entry)}, ' for entry in value)})"
         ((kind, what),) = value.items()
         if kind in ("x", "v"):
             reads.append(sources[kind, what])
@@ -223,15 +227,21 @@ def _freeing(lines: Sequence[_Line], inputs: Sequence[str], results: Sequence[st
     needed = set(results)
     kept: list[str] = []  # from the last line to the first, so that the first read that is met is the last one
     for line in reversed(lines):
-        if line.sets and line.sets not in needed:
+        unread = bool(line.sets) and line.sets not in needed
+        if unread and not line.keep:
             continue
         last = [name for name in dict.fromkeys(line.reads) if name not in needed and not name.startswith("g")]
+        last += [line.sets] * unread
         needed.update(line.reads)
         kept += [f"del {', '.join(last)}"] if last else []
         kept.append(line.text)
-    unread = [name for name in inputs if name not in needed]
-    kept += [f"del {', '.join(unread)}"] if unread else []
+    unused = [name for name in inputs if name not in needed]
+    kept += [f"del {', '.join(unused)}"] if unused else []
     return kept[::-1]
+
+
+def _is_tensor(argument: Any) -> bool:
+    return isinstance(argument, dict) and argument.keys() <= {"x", "v"}
 
 
 def _inverse(order: Sequence[int]) -> list[int]:

@@ -1,13 +1,15 @@
 """Fused loops, which PyTorch's Inductor has compiled from a graph, as text for an ONNX file.
 
-For a CPU they are machine code; for a GPU the Python source that launches them, and the kernels that Triton compiled.
-Only the cache of exports stores such code, and it checks who may write to its files.
+For a CPU they are a library of C functions, which a program calls between PyTorch's kernels. For a GPU they are the
+Python source that launches them, and the kernels that Triton compiled. Only the cache of exports stores such code, and
+it checks who may write to its files.
 """
 
 from __future__ import annotations
 
 import base64
 import contextlib
+import ctypes
 import functools
 import json
 import os
@@ -22,23 +24,35 @@ import torch
 
 from ...core.atomic import temporary_folder
 
-__all__ = ["encode", "encode_kernels", "inductor_works_in", "load"]
+__all__ = ["EMPTY", "LOOPS", "RUN", "VIEW", "encode", "encode_kernels", "inductor_works_in", "load", "takes_addresses"]
 
-Loops = Callable[[list[torch.Tensor]], list[torch.Tensor]]
+LOOPS = "loops."
+"""With this begins the target of a step that calls one of the program's loops, by its name; it returns nothing."""
+EMPTY, VIEW = f"{LOOPS}empty", f"{LOOPS}view"
+"""Targets of steps that make memory for loops, or take it in another form: a size, strides, and dtype or offset."""
+RUN = f"{LOOPS}run"
+"""Target of a step that runs all of a program's loops, with what lies between, on a list of tensors."""
+
+# As Inductor's own source calls them: neither checks anything, and each takes half a microsecond.
+_OF_MEMORY = {
+    EMPTY: torch._C._dynamo.guards._empty_strided_cpu,  # type: ignore[attr-defined]
+    VIEW: torch._C._dynamo.guards._reinterpret_tensor,  # type: ignore[attr-defined]
+}
 # Triton's JSON files name others by their path: this stands for the folder.
 _FOLDER = b"<folder of the kernels>"
 # Triton's kernels read words of this many bytes; other tensors are copied.
 _ALIGNMENT = 16
 
 
-def encode(code: bytes, operators: str) -> str:
-    """Returns machine code for the CPU as text.
+def encode(library: bytes, functions: Mapping[str, int]) -> str:
+    """Returns loops for a CPU as text.
 
     Args:
-        code: A shared library that Inductor has written ahead of time.
-        operators: The operators that it calls through PyTorch's dispatcher, in Inductor's format; may be empty.
+        library: The shared library of their functions. Each takes addresses of tensors and 64-bit integers, and returns
+            the address of a message if it fails, or else 0.
+        functions: Name of a function -> how many arguments it takes.
     """
-    return json.dumps({"library": _packed(code), "operators": operators})
+    return json.dumps({"library": _packed(library), "functions": dict(functions)})
 
 
 def encode_kernels(source: str, folder: Path, device: torch.device) -> str:
@@ -55,9 +69,14 @@ def encode_kernels(source: str, folder: Path, device: torch.device) -> str:
     return json.dumps({"source": source, "files": files, "device": str(device)})
 
 
+def takes_addresses(target: str) -> bool:
+    """Returns whether a step with this target calls a function that takes the addresses of tensors."""
+    return target.startswith(LOOPS) and target not in (EMPTY, VIEW, RUN)
+
+
 @functools.lru_cache(maxsize=64)  # equal code is loaded only once
-def load(text: str, device: torch.device) -> Loops:
-    """Returns loops as a function of tensors, which must have the strides that they had at compilation.
+def load(text: str, device: torch.device) -> Mapping[str, Callable[..., Any]]:
+    """Returns loops as what steps call, by target. Tensors must have the strides that they had at compilation.
 
     Args:
         text: From :func:`encode` or :func:`encode_kernels`.
@@ -68,24 +87,34 @@ def load(text: str, device: torch.device) -> Loops:
     """
     try:
         parts = json.loads(text)
-        return _of_library(**parts) if "library" in parts else _of_kernels(**parts, here=device)
-    except (OSError, ValueError, TypeError, zlib.error, RuntimeError, SyntaxError) as error:
+        return _of_library(**parts) if "library" in parts else {RUN: _of_kernels(**parts, here=device)}
+    except (OSError, ValueError, TypeError, AttributeError, zlib.error, RuntimeError, SyntaxError) as error:
         raise ValueError(f"compiled loops can't be loaded: {error}") from error
 
 
-def _of_library(library: str, operators: str) -> Loops:
+def _of_library(library: str, functions: Mapping[str, int]) -> Mapping[str, Callable[..., Any]]:
     code = _unpacked(library)
     # Loading maps the file into memory, after which it may be deleted.
     with temporary_folder() as folder:
         path = folder / "loops.so"
         path.write_bytes(code)
-        if operators:
-            path.with_suffix(".json").write_text(operators, encoding="utf-8")
-        run: Loops = torch._C._aoti.AOTIModelContainerRunnerCpu(str(path), 1).run
-        return run
+        loaded = ctypes.CDLL(str(path))
+    found: dict[str, Callable[..., Any]] = {**_OF_MEMORY}
+    for name, count in functions.items():
+        function = found[f"{LOOPS}{name}"] = getattr(loaded, name)
+        function.argtypes, function.restype = (ctypes.c_int64,) * count, _raise_message
+    return found
 
 
-def _of_kernels(source: str, files: Mapping[str, str], device: str, here: torch.device) -> Loops:
+def _raise_message(address: int) -> None:
+    """Raises the error whose message a function returns the address of; 0 is none."""
+    if address:
+        raise RuntimeError(ctypes.string_at(address).decode())
+
+
+def _of_kernels(
+    source: str, files: Mapping[str, str], device: str, here: torch.device
+) -> Callable[[list[torch.Tensor]], list[torch.Tensor]]:
     if device != str(here):
         raise ValueError(f"they were compiled for {device}, and are to run on {here}")
     from torch._inductor.codecache import PyCodeCache

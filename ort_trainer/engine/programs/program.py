@@ -29,17 +29,15 @@ from typing import Any
 import torch
 
 from .collectives import COLLECTIVES, waiting
-from .loops import load
+from .loops import LOOPS, load
 from .operators import LIBRARY, OWN
 from .strides import with_contiguous_tensors
 
-__all__ = ["GETITEM", "LOOPS", "Order", "Program", "find_operator", "makes_tensors", "may_call"]
+__all__ = ["GETITEM", "Order", "Program", "find_operator", "makes_tensors", "may_call"]
 
 CPU = torch.device("cpu")
 GETITEM = "getitem"
 """Target of a step that selects one of several results of another step."""
-LOOPS = "loops.run"
-"""Target of a step that runs the program's compiled loops."""
 
 # A file may name operators of these libraries that take and return tensors and plain values, except those that open a
 # file or don't check that their result lies within memory.
@@ -84,7 +82,7 @@ class Program:
         symbols: Symbolic size -> an input and an axis that have it.
         steps: Operator, positional and named arguments of every call.
         results: Step and memory order of every result.
-        loops: Compiled loops, which a step with the target :data:`LOOPS` runs on a list of tensors; mostly empty.
+        loops: Compiled loops, which steps call whose target begins with ``loops.``; mostly empty.
     """
 
     inputs: list[Order] = field(default_factory=list)
@@ -118,7 +116,7 @@ class Program:
         Raises:
             ValueError: If a program may not call it.
         """
-        return load(self.loops, device) if target == LOOPS else find_operator(target)
+        return load(self.loops, device)[target] if target.startswith(LOOPS) else find_operator(target)
 
     @property
     def key(self) -> str:
@@ -129,7 +127,7 @@ class Program:
 @functools.cache
 def makes_tensors(target: str) -> bool:
     """Returns whether a step with this target makes a tensor on a device that it must be told."""
-    if target in (GETITEM, LOOPS):
+    if target == GETITEM or target.startswith(LOOPS):
         return False
     kinds = {argument.name: str(argument.type) for argument in _overload(target)._schema.arguments}
     return "device" in kinds and not any("Tensor" in kind for kind in kinds.values())

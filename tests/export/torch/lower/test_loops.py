@@ -17,9 +17,9 @@ from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from ort_trainer import ExportError, optim
-from ort_trainer.engine.programs.loops import encode_kernels, inductor_works_in, load
+from ort_trainer.engine.programs.loops import RUN, encode_kernels, inductor_works_in, load
 from ort_trainer.export.torch.fx.values import is_view
-from ort_trainer.export.torch.lower.loops import divide
+from ort_trainer.export.torch.lower.loops import compile, divide
 from ort_trainer.export.torch.lower.loops.compile import as_kernels
 from ort_trainer.export.torch.lower.loops.divide import divide_for_loops
 
@@ -35,7 +35,7 @@ def test_inductor_works_in_a_folder_that_only_its_owner_can_write_to(monkeypatch
         folders.append(folder)
         raise RuntimeError("compiled nothing")
 
-    monkeypatch.setattr(torch._inductor, "aot_compile", compile_nothing)
+    monkeypatch.setattr(compile, "compile_fx", compile_nothing)
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir()) / "anyone's"))
     trainer = mlp_trainer({"utils": {"kernels": "compiled"}}, optim.SGDConfig())
     with pytest.raises(ExportError, match="Inductor can't compile the graph.*compiled nothing"):
@@ -56,7 +56,7 @@ def test_source_that_launches_kernels_runs_in_another_folder(tmp_path: Path) -> 
     with torch.no_grad(), inductor_works_in(folder):
         text = as_kernels(module, sample, folder)
     shutil.rmtree(folder)
-    run = load(text, torch.device("cpu"))
+    run = load(text, torch.device("cpu"))[RUN]
     for rows in (3, 7):
         x, y = torch.randn(rows * 4 + 1)[1:].view(rows, 4), torch.randn(4)  # not at a multiple of 16 bytes
         torch.testing.assert_close(tuple(run([x, y])), compute(x, y))
@@ -71,14 +71,14 @@ def test_files_that_name_the_folder_of_kernels_name_the_new_one(tmp_path: Path) 
     (tmp_path / binary).write_bytes(str(tmp_path).encode() + bytes(range(256)))
     source = "import os\ndef call(values): return [os.environ.get('TRITON_CACHE_DIR'), FOLDER]\n"
     source += "FOLDER = os.environ['TRITON_CACHE_DIR']\n"
-    run = load(encode_kernels(source, tmp_path, torch.device("cpu")), torch.device("cpu"))
+    run = load(encode_kernels(source, tmp_path, torch.device("cpu")), torch.device("cpu"))[RUN]
     during_a_run, folder = run([])
     new = Path(str(folder)).parent
     assert during_a_run == os.environ.get("TRITON_CACHE_DIR") and new != tmp_path
     assert json.loads((new / group).read_text()) == {"kernel.cubin": f"{new}/triton/kernel.cubin"}
     assert (new / binary).read_bytes() == (tmp_path / binary).read_bytes()
     # A library that is in use must not be overwritten, although other kernels have the same.
-    other = load(encode_kernels(f"{source}\n", tmp_path, torch.device("cpu")), torch.device("cpu"))
+    other = load(encode_kernels(f"{source}\n", tmp_path, torch.device("cpu")), torch.device("cpu"))[RUN]
     assert Path(str(other([])[1])).parent != new
 
 

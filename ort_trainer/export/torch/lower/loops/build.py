@@ -6,19 +6,20 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch.fx.node import map_arg
 
 from .....engine.programs import Program
-from .....engine.programs.program import GETITEM, LOOPS, Order
+from .....engine.programs.program import Order
 from .....step.program_graph import ProgramGraph
 from ...fx.symbols import SymbolTable
 from ...fx.values import Node, call, is_view, needed_for, tensors_of
 from ...graph.divide import part_of
 from ...graph.named_graph import NamedGraph
 from ..programs.build import ProgramBuilder, WritesProgram
-from .compile import compiled
+from .compile import Loops, compiled
 from .divide import divide_for_loops
 
 __all__ = ["LoopBuilder"]
@@ -50,8 +51,11 @@ class LoopBuilder(ProgramBuilder):
         graph = super().build()
         assert isinstance(self._named.symbols, SymbolTable)
         loops = compiled(self._uncompiled, self._named.symbols)
-        programs = {key: _with_loops(text, loops) for key, text in graph.programs.items()}
-        return dataclasses.replace(graph, programs=programs)
+        programs = {key: _with_loops(json.loads(text), loops) for key, text in graph.programs.items()}
+        compiled_calls = (call for call in graph.calls if programs[call.program]["loops"])
+        self.operators |= {call.name: [None] * len(programs[call.program]["steps"]) for call in compiled_calls}
+        texts = {key: json.dumps(program, separators=(",", ":")) for key, program in programs.items()}
+        return dataclasses.replace(graph, programs=texts)
 
     def _encoder(self, nodes: Sequence[Node]) -> WritesProgram:
         if self._loops.isdisjoint(nodes):
@@ -59,11 +63,13 @@ class LoopBuilder(ProgramBuilder):
         return _LoopsEncoder(self._graph, self._named.sizes, self._orders, self._values, self._uncompiled)
 
 
-def _with_loops(text: str, loops: Mapping[str, str]) -> str:
-    """Returns the text of a program with the loops in place of their key."""
-    program = json.loads(text)
-    program["loops"] = program["loops"] and loops[program["loops"]]
-    return json.dumps(program, separators=(",", ":"))
+def _with_loops(program: dict[str, Any], loops: Mapping[str, Loops]) -> dict[str, Any]:
+    """Returns a program with its loops in place of their key."""
+    if not program["loops"]:
+        return program
+    found = loops[program["loops"]]
+    results = [(step, order) for step, (_, order) in zip(found["results"], program["results"], strict=True)]
+    return {**program, **found, "results": results}
 
 
 class _LoopsEncoder:
@@ -78,7 +84,7 @@ class _LoopsEncoder:
 
     Attributes:
         inputs: The nodes that the program takes.
-        operators: The node that each of its steps computes; None for the loops, which compute many.
+        operators: The node that each of its steps computes; empty until it is compiled.
     """
 
     def __init__(
@@ -120,13 +126,9 @@ class _LoopsEncoder:
         orders = [self._orders.get(node) for node in self.inputs]
         for node, order in zip(part.inputs.values(), orders, strict=True):
             node.meta["val"] = _laid_out(node.meta["val"], order)
-        program = Program(inputs=orders, loops=_key(part.module.graph))
-        self._uncompiled[program.loops] = part.module
-        program.steps.append((LOOPS, [[{"x": index} for index in range(len(orders))]], {}))
-        program.steps.extend((GETITEM, [{"v": 0}, index], {}) for index in range(len(results)))
-        program.results.extend((index, self._orders.get(node)) for index, node in enumerate(results, 1))
-        self.operators = [None, *results]
-        return program
+        key = _key(part.module.graph)
+        self._uncompiled[key] = part.module
+        return Program(orders, results=[(0, self._orders.get(node)) for node in results], loops=key)
 
 
 def _in_memory_of_its_own(node: Node, order: Order) -> Node:

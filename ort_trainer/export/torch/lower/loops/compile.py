@@ -1,8 +1,8 @@
 """Compiles graphs to loops with PyTorch's Inductor, ahead of time, several graphs at once.
 
 Inductor fuses what lies between matrix products, convolutions and attention into loops; products, convolutions and
-attention stay calls of PyTorch's kernels. For a CPU the loops are C++, which it compiles to a shared library that needs
-neither Inductor nor a compiler to run. For a GPU they are Triton's kernels, and Python source that launches them.
+attention stay calls of PyTorch's kernels. For a CPU the loops are C++, which becomes a shared library: to run needs
+neither Inductor nor a compiler. For a GPU they are Triton's kernels, and Python source that launches them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from unittest import mock
 import torch
 import torch._inductor.decomposition
 import torch._inductor.lowering
+from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+from torch._inductor.cpp_builder import CppBuilder, CppTorchOptions
 from torch._inductor.cpu_vec_isa import pick_vec_isa
 from torch._inductor.ir import TensorBox
 from torch._inductor.mkldnn_ir import LinearUnary
@@ -28,38 +30,42 @@ from torch._inductor.mkldnn_ir import LinearUnary
 from .....core.atomic import temporary_folder
 from .....core.errors import ExportError
 from .....core.forked import end, end_with_parent, forked
-from .....engine.programs.loops import encode, encode_kernels, inductor_works_in
+from .....engine.programs.loops import RUN, encode, encode_kernels, inductor_works_in
+from .....engine.programs.program import GETITEM
 from .....engine.programs.runner import deterministic_kernels
 from .....engine.programs.strides import IGNORING_STRIDES
 from ...capture.isolation import can_isolate
 from ...fx.symbols import SymbolTable
 from .divide import WHOLE
+from .launch import read_launch
 
-__all__ = ["as_kernels", "compiled"]
+__all__ = ["Loops", "as_kernels", "compiled"]
 
 aten = torch.ops.aten
 
-_FOR_CPU: dict[str, Any] = {
-    "compile_threads": 1,  # this may be a forked process
+Loops = dict[str, Any]
+
+_ON_ALL: dict[str, Any] = {
+    "fx_graph_cache": False,  # the cache of exports keeps the result
     # Inductor would compile headers of 300 MB into a folder that anybody may have created before.
-    "aot_inductor.precompile_headers": False,
-    # Of the code that calls the loops and PyTorch's kernels, which is longer than that of the loops.
-    "aot_inductor.compile_wrapper_opt_level": "O0",
+    "cpp_cache_precompile_headers": False,
+    # Convolutions stay in the memory order that the model gave them. Inductor would move all of them to channels-last,
+    # with copies around: a ResNet-18 then takes 1.29 times as long.
+    "layout_optimization": False,
+}
+_FOR_CPU: dict[str, Any] = {
+    **_ON_ALL,
+    "compile_threads": 1,  # this may be a forked process
     # As many threads as PyTorch uses when the loops run. Compiled for one, loops would lack what makes several safe.
     "cpp.dynamic_threads": True,
     "cpp.threads": max(2, os.cpu_count() or 2),
     # What several loops read is computed once, as by operators; long expressions are slow to compute again.
     "realize_reads_threshold": 1,
     "realize_opcount_threshold": 8,
-    # Convolutions stay in the memory order that the model gave them. Inductor would move all of them to channels-last,
-    # with copies around: a ResNet-18 then takes 1.29 times as long.
-    "layout_optimization": False,
 }
 _FOR_GPU: dict[str, Any] = {
+    **_ON_ALL,
     "fallback_random": True,  # operators that draw random numbers stay PyTorch's, and so do their masks
-    "fx_graph_cache": False,  # the cache of exports keeps the result
-    "cpp_cache_precompile_headers": False,  # as above
-    "layout_optimization": False,
 }
 
 
@@ -77,8 +83,8 @@ def _require_compiler() -> None:
         )
 
 
-def compiled(graphs: Mapping[str, torch.fx.GraphModule], symbols: SymbolTable) -> dict[str, str]:
-    """Returns graphs as loops, in the form of ``engine.programs.loops``, by the same names.
+def compiled(graphs: Mapping[str, torch.fx.GraphModule], symbols: SymbolTable) -> dict[str, Loops]:
+    """Returns graphs as loops, by the same names: attributes of a ``Program``, whose results have no memory order yet.
 
     Args:
         graphs: The graphs, by any names.
@@ -98,16 +104,12 @@ def compiled(graphs: Mapping[str, torch.fx.GraphModule], symbols: SymbolTable) -
         _require_compiler()
     with temporary_folder() as folder:
 
-        def library(name: str) -> str:
-            return _as_library(graphs[name], samples[name], folder / name)
-
-        def kernels(name: str) -> str:
-            with inductor_works_in(folder / name):  # all of whose files are kept
-                return as_kernels(graphs[name], samples[name], folder / name)
-
-        def work(names: Iterable[str]) -> dict[str, str]:
+        def work(names: Iterable[str]) -> dict[str, Loops]:
             with torch.no_grad(), _whole(WHOLE), deterministic_kernels():
-                return {name: library(name) if on_cpu else kernels(name) for name in names}
+                if not on_cpu:
+                    return {name: _as_one(graphs[name], samples[name], folder / name) for name in names}
+                with mock.patch.object(AsyncCompile, "cpp_pybinding"):  # would compile each loop by itself, to run it
+                    return {name: _as_functions(graphs[name], samples[name], folder / name) for name in names}
 
         try:
             if not on_cpu:
@@ -126,8 +128,8 @@ def compiled(graphs: Mapping[str, torch.fx.GraphModule], symbols: SymbolTable) -
 
 
 def _at_once(
-    work: Callable[[Iterable[str]], dict[str, str]], names: Sequence[str], symbols: SymbolTable
-) -> dict[str, str]:
+    work: Callable[[Iterable[str]], dict[str, Loops]], names: Sequence[str], symbols: SymbolTable
+) -> dict[str, Loops]:
     """Returns the results of some work, by name, which child processes and this one do, each taking what is next."""
     reader, writer = os.pipe()
     os.write(writer, b"".join(number.to_bytes(2, "big") for number in range(len(names))))
@@ -161,16 +163,29 @@ def _at_once(
         return results | work(name for name in names if name not in results)  # if a child failed, this raises its error
 
 
-def _as_library(module: torch.fx.GraphModule, sample: tuple[torch.Tensor, ...], folder: Path) -> str:
-    """Returns a graph as machine code for the CPU."""
+def _as_functions(module: torch.fx.GraphModule, sample: Sequence[torch.Tensor], folder: Path) -> Loops:
+    """Returns a graph as steps that call functions of a library, and PyTorch's kernels."""
     folder.mkdir(exist_ok=True)  # from a process that failed
-    library = folder / "loops.so"
-    torch._inductor.aot_compile(module, sample, options={**_FOR_CPU, "aot_inductor.output_path": str(library)})
-    operators = [path.read_text(encoding="utf-8") for path in folder.glob("*.wrapper.json")]
-    return encode(library.read_bytes(), operators[0] if operators else "")
+    launch = read_launch(_source(module, sample, _FOR_CPU))
+    source = folder / "loops.cpp"
+    source.write_text(launch.source, encoding="utf-8")
+    builder = CppBuilder("loops", str(source), CppTorchOptions(pick_vec_isa()), str(folder))
+    builder.build()
+    loops = encode(Path(builder.get_target_file_path()).read_bytes(), launch.functions)
+    return {"loops": loops, "symbols": launch.symbols, "steps": launch.steps, "results": launch.results}
 
 
-def as_kernels(module: torch.fx.GraphModule, sample: tuple[torch.Tensor, ...], folder: Path) -> str:
+def _as_one(module: torch.fx.GraphModule, sample: Sequence[torch.Tensor], folder: Path) -> Loops:
+    """Returns a graph as one step that launches its kernels, and PyTorch's."""
+    with inductor_works_in(folder):  # all of whose files are kept
+        loops = as_kernels(module, sample, folder)
+    (end,) = module.graph.find_nodes(op="output")
+    inputs, results = [{"x": index} for index in range(len(sample))], range(len(end.args[0]))
+    steps: list[Any] = [(RUN, [inputs], {}), *((GETITEM, [{"v": 0}, index], {}) for index in results)]
+    return {"loops": loops, "steps": steps, "results": [index + 1 for index in results]}
+
+
+def as_kernels(module: torch.fx.GraphModule, sample: Sequence[torch.Tensor], folder: Path) -> str:
     """Returns a graph as source that launches kernels, in the form of ``engine.programs.loops``.
 
     Args:
@@ -178,17 +193,22 @@ def as_kernels(module: torch.fx.GraphModule, sample: tuple[torch.Tensor, ...], f
         sample: Fake tensors as it gets them.
         folder: Where Inductor works.
     """
+    device = next((value.device for value in sample if value.device.type != "cpu"), sample[0].device)
+    return encode_kernels(_source(module, sample, _FOR_GPU), folder, device)
+
+
+def _source(module: torch.fx.GraphModule, sample: Sequence[torch.Tensor], options: Mapping[str, Any]) -> str:
+    """Returns the Python source with which Inductor computes a graph."""
     sources: list[str] = []
 
-    def compile_inner(*args: Any, **options: Any) -> Any:
-        result: Any = compile_fx_inner(*args, **options)
+    def compile_inner(*args: Any, **kwargs: Any) -> Any:
+        result: Any = compile_fx_inner(*args, **kwargs)
         sources.append(result.source_code)
         return result
 
-    compile_fx(module, sample, inner_compile=compile_inner, config_patches=_FOR_GPU)
+    compile_fx(module, sample, inner_compile=compile_inner, config_patches={**options})
     (source,) = sources
-    device = next((value.device for value in sample if value.device.type != "cpu"), sample[0].device)
-    return encode_kernels(source, folder, device)
+    return source
 
 
 @contextlib.contextmanager
@@ -205,6 +225,7 @@ def _whole(operators: Sequence[torch._ops.OpOverload]) -> Iterator[None]:
     lowerings = torch._inductor.lowering.lowerings
     with mock.patch.dict(table), mock.patch.dict(lowerings), mock.patch.dict(os.environ), constraints:
         os.environ.pop("CI", None)  # Inductor takes this to be a run of its own tests, which fail for such operators
+        os.environ["TENSORIFY_PYTHON_SCALARS"] = "0"  # it fails where only a number depends on a size
         lowerings[torch.ops.mkldnn._linear_pointwise.default] = _linear  # Inductor's own takes constant weights only
         # From torch 2.13 on, Inductor fixes the sizes of the images whose gradient it calls a kernel for.
         lowerings.pop(aten.convolution_backward.default, None)
