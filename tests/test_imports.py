@@ -167,7 +167,8 @@ PRIVATE_PARTS_OF_TORCH = {
     # Compiled loops are a library of Inductor's, whose public loader unpacks an archive first; or source that Inductor
     # wrote, with Triton's kernels.
     "engine/programs/loops.py": {
-        "torch._C._aoti.AOTIModelContainerRunnerCpu",
+        "torch._C._dynamo.guards._empty_strided_cpu",
+        "torch._C._dynamo.guards._reinterpret_tensor",
         "torch._inductor.codecache.PyCodeCache.load",
         "torch._inductor.utils.clear_caches",
     },

@@ -58,12 +58,12 @@ def _tensor(name: str, constant: Constant) -> torch.Tensor:
 
 
 class _Line(NamedTuple):
-    """A line of the source; unless it is to be kept, it is omitted if no needed line reads the variable that it sets."""
+    """A line of the source; it is omitted if no needed line reads the variable that it sets."""
 
     text: str
     sets: str = ""
     reads: Sequence[str] = ()
-    keep: bool = False
+    keep: bool = False  # even so
 
 
 def compiled(

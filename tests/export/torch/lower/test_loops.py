@@ -35,7 +35,7 @@ def test_inductor_works_in_a_folder_that_only_its_owner_can_write_to(monkeypatch
         folders.append(folder)
         raise RuntimeError("compiled nothing")
 
-    monkeypatch.setattr(compile, "compile_fx", compile_nothing)
+    monkeypatch.setattr(compile, "compile_fx_inner", compile_nothing)
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir()) / "anyone's"))
     trainer = mlp_trainer({"utils": {"kernels": "compiled"}}, optim.SGDConfig())
     with pytest.raises(ExportError, match="Inductor can't compile the graph.*compiled nothing"):

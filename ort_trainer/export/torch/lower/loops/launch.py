@@ -193,8 +193,8 @@ class _Reader:
                 return _NUMBERS[name]
             case ast.Tuple() | ast.List():
                 return [self._argument(part) for part in value.elts]
-            case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as number)):
-                return -number
+            case ast.UnaryOp(op=ast.USub(), operand=ast.Constant() | ast.Name(id="inf") as number):
+                return -self._argument(number)
             case ast.Attribute(value=ast.Name(id="torch"), attr=name):
                 return {"torch": name}
             case ast.Call(func=ast.Name(id="device")):
