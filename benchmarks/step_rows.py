@@ -112,9 +112,8 @@ def ort_training(
         "mixed_precision": {"enabled": True, "dtype": HALVES[row.precision]} if row.precision in HALVES else {},
     }
     config = optim.AdamConfig(lr=1e-3, lambda_coef=0.01)
-    chosen = _Chosen()
+    is_settled = _Chosen().is_made if options["utils"].get("kernels") == "fastest" else lambda: True
     trainer = ORTTrainer(task.model, task.description, config, loss_fn=task.loss_fn, options=ORTTrainerOptions(options))
-    is_settled = chosen.is_made if options["utils"].get("kernels") == "fastest" else lambda: True
     return Training(lambda: trainer.train_step(*inputs), trainer, row.accumulation, is_settled)
 
 
