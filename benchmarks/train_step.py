@@ -4,7 +4,7 @@ The contenders take turns, each in its own process (see turns.py). One of them t
 ORTTrainer of onnxruntime-training 1.16.3 (make setup-legacy; legacy_step.py), in full precision and without
 accumulation.
 
-    python benchmarks/train_step.py                       # everything; an hour on two cores
+    python benchmarks/train_step.py                       # everything; two hours on two cores
     python benchmarks/train_step.py --quick               # less of everything; five minutes
     python benchmarks/train_step.py --rows mlp lstm       # these rows only
     python benchmarks/train_step.py --write               # and writes results/<version>.json, which make docs draws
