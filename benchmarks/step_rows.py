@@ -12,8 +12,11 @@ from turns import Training
 if TYPE_CHECKING:
     from step_models import Batch
 
-__all__ = ["HALVES", "ROWS", "Row", "ort_training"]
+__all__ = ["HALVES", "LOOPS", "OURS", "ROWS", "Row", "kernels_of", "ort_training"]
 
+# Contenders of more than one script: ort_trainer, and behind a comma its kernels.
+OURS = "ort_trainer"
+LOOPS = f"{OURS}, compiled"
 HALVES = {"bf16": "bfloat16", "fp16": "float16"}
 
 
@@ -83,6 +86,11 @@ ROWS = {
     "bert-fp16": Row("BERT in fp16", "BERT, fp16", "bert", 5, precision="fp16"),
     "bert-accumulation": Row("BERT, 4 micro-batches an update", "BERT, 4 micro-batches", "bert", 8, accumulation=4),
 }
+
+
+def kernels_of(contender: str) -> dict[str, str]:
+    """Returns the options of the section ``utils`` of a contender whose name says the kernels."""
+    return {"kernels": contender.partition(", ")[2] or "auto"}
 
 
 def ort_training(
