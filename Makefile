@@ -180,7 +180,7 @@ test-browser: browser-build
 	test -x $(CHROMIUM) || (apt-get update --quiet && apt-get install --yes --quiet --no-install-recommends chromium)
 	CHROMIUM=$(CHROMIUM) PYTHON=$(CURDIR)/$(BIN)/python node --test $(BROWSER)/page.test.js
 
-# Up to an hour on two cores. The legacy trainer takes part if `make setup-legacy` has been called.
+# More than two hours on two cores. The legacy trainer takes part if `make setup-legacy` has been called.
 bench: setup-stock
 	$(BIN)/python benchmarks/train_step.py --write
 	$(BIN)/python benchmarks/rewrites.py --write

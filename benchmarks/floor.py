@@ -16,7 +16,7 @@ import functools
 import sys
 from typing import Any
 
-from step_rows import ROWS, Row, ort_training
+from step_rows import LOOPS, OURS, ROWS, Row, kernels_of, ort_training
 from turns import Contender, Training, measure, ratio, serve
 from versions import ENGINES, versions
 
@@ -25,7 +25,7 @@ from ort_trainer.profiling.figures import is_product
 __all__ = ["FLOOR", "floor_training"]
 
 FLOOR = "products alone"
-CONTENDERS = {"ort_trainer": "auto", "ort_trainer, compiled": "compiled", FLOOR: "auto"}
+CONTENDERS = (OURS, LOOPS, FLOOR)
 LIMIT = 1.3
 SHOWN = 6
 
@@ -64,15 +64,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", nargs="+", choices=list(ROWS), default=[name for name in ROWS if name != "bert-fp16"])
     parser.add_argument("--rounds", type=int, default=4)
-    parser.add_argument("--contenders", nargs="+", choices=list(CONTENDERS), default=list(CONTENDERS))
-    parser.add_argument("--serve", choices=list(CONTENDERS), help=argparse.SUPPRESS)
+    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=CONTENDERS)
+    parser.add_argument("--serve", choices=CONTENDERS, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.serve:
-        row = ROWS[arguments.rows[0]]
-        kernels = {"kernels": CONTENDERS[arguments.serve]}
-        serve(
-            functools.partial(floor_training, row) if arguments.serve == FLOOR else lambda: ort_training(row, kernels)
-        )
+        row, name = ROWS[arguments.rows[0]], arguments.serve
+        training = floor_training if name == FLOOR else functools.partial(ort_training, utils=kernels_of(name))
+        serve(functools.partial(training, row))
         return
     print(versions(("torch", *ENGINES, "transformers")))
     for name in arguments.rows:

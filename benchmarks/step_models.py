@@ -157,15 +157,15 @@ def _padded_bert() -> Task:
     return replace(task, batch=(task.batch[0], mask, task.batch[2]))
 
 
-class _WithLabels(nn.Module):
-    """A model of Hugging Face's that returns its own loss."""
+class _OwnLoss(nn.Module):
+    """A model of Hugging Face's that returns its own loss; without labels, that of predicting its input."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.name = model, str(model.main_input_name)
 
-    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        return self.model(input_ids=input_ids, labels=labels).loss
+    def forward(self, inputs: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
+        return self.model(**{self.name: inputs}, labels=inputs if labels is None else labels).loss
 
 
 def _masked_words() -> Task:
@@ -178,25 +178,14 @@ def _masked_words() -> Task:
     tokens = torch.randint(0, 30000, (8, 128))
     labels = torch.where(torch.rand(8, 128) < 0.15, tokens, -100)
     shape = ["batch", "length"]
-    description = {"inputs": [("input_ids", shape), ("labels", shape)], "outputs": [("loss", [], True)]}
-    return Task(_WithLabels(BertForMaskedLM(config)), (tokens, labels), description, None)
-
-
-class _LanguageModel(nn.Module):
-    """A language model that returns the loss of its own predictions."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        return self.model(input_ids, labels=input_ids).loss
+    description = {"inputs": [("inputs", shape), ("labels", shape)], "outputs": [("loss", [], True)]}
+    return Task(_OwnLoss(BertForMaskedLM(config)), (tokens, labels), description, None)
 
 
 def _language_model(model: nn.Module, texts: int, length: int) -> Task:
-    description = {"inputs": [("input_ids", ["batch", "length"])], "outputs": [("loss", [], True)]}
+    description = {"inputs": [("inputs", ["batch", "length"])], "outputs": [("loss", [], True)]}
     config: Any = model.config
-    return Task(_LanguageModel(model), (torch.randint(0, config.vocab_size, (texts, length)),), description, None)
+    return Task(_OwnLoss(model), (torch.randint(0, config.vocab_size, (texts, length)),), description, None)
 
 
 def _gpt2() -> Task:
@@ -364,11 +353,11 @@ def _t5() -> Task:
         vocab_size=8000, d_model=256, d_kv=64, d_ff=1024, num_layers=3, num_heads=4, decoder_start_token_id=0
     )
     description = {
-        "inputs": [("input_ids", ["batch", "length"]), ("labels", ["batch", "answer"])],
+        "inputs": [("inputs", ["batch", "length"]), ("labels", ["batch", "answer"])],
         "outputs": [("loss", [], True)],
     }
     batch = torch.randint(1, 8000, (8, 64)), torch.randint(1, 8000, (8, 32))
-    return Task(_WithLabels(T5ForConditionalGeneration(config)), batch, description, None)
+    return Task(_OwnLoss(T5ForConditionalGeneration(config)), batch, description, None)
 
 
 class _Recommender(nn.Module):
@@ -577,17 +566,6 @@ def _diffusion() -> Task:
     return Task(_DenoisingUNet(), batch, description, F.mse_loss)
 
 
-class _Transcriber(nn.Module):
-    """A model of speech that returns its own loss."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, features: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        return self.model(input_features=features, labels=labels).loss
-
-
 def _whisper() -> Task:
     """Whisper with 2 + 2 layers of 128 and a vocabulary of 4000, 4 spectrograms of 200 frames, texts of 24 tokens."""
     from transformers import WhisperConfig, WhisperForConditionalGeneration
@@ -611,11 +589,11 @@ def _whisper() -> Task:
         suppress_tokens=None,
     )
     description = {
-        "inputs": [("features", ["batch", 80, 200]), ("labels", ["batch", "length"])],
+        "inputs": [("inputs", ["batch", 80, 200]), ("labels", ["batch", "length"])],
         "outputs": [("loss", [], True)],
     }
     batch = torch.randn(4, 80, 200), torch.randint(3, 4000, (4, 24))
-    return Task(_Transcriber(WhisperForConditionalGeneration(config)), batch, description, None)
+    return Task(_OwnLoss(WhisperForConditionalGeneration(config)), batch, description, None)
 
 
 def _mixtral() -> Task:

@@ -12,8 +12,11 @@ from turns import Training
 if TYPE_CHECKING:
     from step_models import Batch
 
-__all__ = ["HALVES", "ROWS", "Row", "ort_training"]
+__all__ = ["HALVES", "LOOPS", "OURS", "ROWS", "Row", "kernels_of", "ort_training"]
 
+# Contenders of more than one script: ort_trainer, and behind a comma its kernels.
+OURS = "ort_trainer"
+LOOPS = f"{OURS}, compiled"
 HALVES = {"bf16": "bfloat16", "fp16": "float16"}
 
 
@@ -85,6 +88,11 @@ ROWS = {
 }
 
 
+def kernels_of(contender: str) -> dict[str, str]:
+    """Returns the options of the section ``utils`` of a contender whose name says the kernels."""
+    return {"kernels": contender.partition(", ")[2] or "auto"}
+
+
 def ort_training(
     row: Row,
     utils: Mapping[str, str] | None = None,
@@ -112,9 +120,8 @@ def ort_training(
         "mixed_precision": {"enabled": True, "dtype": HALVES[row.precision]} if row.precision in HALVES else {},
     }
     config = optim.AdamConfig(lr=1e-3, lambda_coef=0.01)
-    chosen = _Chosen()
+    is_settled = _Chosen().is_made if options["utils"].get("kernels") == "fastest" else lambda: True
     trainer = ORTTrainer(task.model, task.description, config, loss_fn=task.loss_fn, options=ORTTrainerOptions(options))
-    is_settled = chosen.is_made if options["utils"].get("kernels") == "fastest" else lambda: True
     return Training(lambda: trainer.train_step(*inputs), trainer, row.accumulation, is_settled)
 
 

@@ -4,7 +4,7 @@ The contenders take turns, each in its own process (see turns.py). One of them t
 ORTTrainer of onnxruntime-training 1.16.3 (make setup-legacy; legacy_step.py), in full precision and without
 accumulation.
 
-    python benchmarks/train_step.py                       # everything; an hour on two cores
+    python benchmarks/train_step.py                       # everything; two hours on two cores
     python benchmarks/train_step.py --quick               # less of everything; five minutes
     python benchmarks/train_step.py --rows mlp lstm       # these rows only
     python benchmarks/train_step.py --write               # and writes results/<version>.json, which make docs draws
@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from floor import FLOOR, floor_training
-from step_rows import HALVES, ROWS, Row, ort_training
+from step_rows import HALVES, LOOPS, OURS, ROWS, Row, kernels_of, ort_training
 from turns import Contender, Result, Training, measure, ratio, serve
 from versions import ENGINES, versions
 
@@ -35,17 +35,9 @@ LEGACY_PYTHON = ROOT / ".legacy" / "bin" / "python"
 RESULTS = ROOT / "benchmarks" / "results"
 PACKAGES = ("torch", *ENGINES, "onnx", "onnxscript", "transformers")
 
-EAGER, COMPILE, MODULE, OURS, LOOPS, FASTEST, ONNX, LEGACY, _ = CONTENDERS = (
-    "eager",
-    "compile",
-    "ORTModule",
-    "ort_trainer",
-    "ort_trainer, compiled",
-    "ort_trainer, fastest",
-    "ort_trainer, onnxruntime",
-    "legacy 1.16.3",
-    FLOOR,
-)
+EAGER, COMPILE, MODULE, LEGACY = "eager", "compile", "ORTModule", "legacy 1.16.3"
+FASTEST, ONNX = f"{OURS}, fastest", f"{OURS}, onnxruntime"
+CONTENDERS = (EAGER, COMPILE, MODULE, OURS, LOOPS, FASTEST, ONNX, LEGACY, FLOOR)
 QUICK = (EAGER, MODULE, OURS)
 LARGE = ("bert-base", "gpt2-base", "resnet50", "bert-lora", "gpt2-lora")
 SLOW_ROWS = (*LARGE, "bert-no-dropout", "gpt2-no-dropout", "bert-accumulation")
@@ -97,8 +89,7 @@ def serve_contender(name: str, row: Row) -> None:
     if name == FLOOR:
         serve(functools.partial(floor_training, row))
         return
-    _, _, kernels = name.partition(", ")
-    serve(functools.partial(ort_training, row, {"kernels": kernels or "auto"}))
+    serve(functools.partial(ort_training, row, kernels_of(name)))
 
 
 def takes_part(name: str, row: Row) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import sys
 import textwrap
 from collections.abc import Iterator
@@ -197,6 +198,21 @@ def test_a_release_adds_its_results(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert "| ONNX Runtime, 1 of them | **2.00** | 2.00 (MLP) |" in blocks["means"]
     assert f"| {rows['bert']['title']} | ORTModule | fails |" in blocks["steps"]
     assert "steps of 2 models are 4.00 times as fast" in blocks["speed"]
+
+
+def test_only_who_waits_for_a_choice_listens_to_the_log() -> None:
+    rows, logger = importlib.import_module("step_rows"), logging.getLogger("ort_trainer")
+    level, handlers = logger.level, [*logger.handlers]
+    try:
+        assert rows.ort_training(rows.ROWS["mlp"]).is_settled()
+        assert logger.level == level and logger.handlers == handlers
+        waiting = rows.ort_training(rows.ROWS["mlp"], {"kernels": "fastest"})
+        assert not waiting.is_settled()
+        logger.info("training goes on with one of them")
+        assert waiting.is_settled()
+    finally:
+        logger.setLevel(level)
+        logger.handlers = handlers
 
 
 def test_a_steady_step_keeps_its_way_short() -> None:

@@ -13,6 +13,9 @@ _has_onednn = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-ca
 _linear = torch.ops.mkldnn._linear_pointwise.default if _has_onednn else None
 # Floating-point operations of products for which oneDNN is worth its call, which takes longer than MKL's.
 _LARGE, _MEDIUM = 16e6, 4e6
+# The same of a group of rows. Groups have other sizes in every step, and oneDNN prepares each new size for 0.1 ms: it
+# gets a multiple of some rows, and MKL the rest.
+_LARGE_GROUP, _ROWS = 64e6, 64
 
 
 def is_faster(operations: float, is_transposed: bool) -> bool:
@@ -72,9 +75,31 @@ def grouped_mm(first: torch.Tensor, second: torch.Tensor, ends: torch.Tensor) ->
         ends: (groups), int32: the row after the last one of each group.
 
     Returns:
-        (rows, n), or (groups, m, n).
+        (rows, n), in which rows after the last group have undefined contents; or (groups, m, n).
     """
+    operations = 2.0 * first.numel() * second.shape[-1] / max(len(ends), 1)
+    is_large = operations >= _LARGE_GROUP and first.dtype == torch.float32 and first.is_cpu
+    if is_large and slow_mkl() and is_faster(operations, True):
+        return _by_groups(first, second, ends)
     return torch._grouped_mm(first, second, offs=ends).contiguous()
+
+
+def _by_groups(first: torch.Tensor, second: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """Returns what :func:`grouped_mm` does, where PyTorch's loop over the groups calls a slow MKL."""
+    result, start = grouped_mm_fake(first, second, ends), 0
+    for group, end in enumerate(ends.tolist()):
+        if second.dim() == 3:
+            rows, matrix, of_group = first[start:end], second[group], result[start:end]
+            whole = len(rows) // _ROWS * _ROWS
+            of_group[:whole] = linear(rows[:whole], matrix.t(), None)
+            torch.mm(rows[whole:], matrix, out=of_group[whole:])
+        else:
+            left, right, of_group = first[:, start:end], second[start:end], result[group]
+            whole = len(right) // _ROWS * _ROWS
+            torch.mm(left[:, whole:], right[whole:], out=of_group)
+            of_group += linear(left[:, :whole], right[:whole].t(), None)
+        start = end
+    return result
 
 
 def grouped_mm_fake(first: torch.Tensor, second: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
