@@ -209,7 +209,7 @@ def _source(module: torch.fx.GraphModule, sample: Sequence[torch.Tensor], option
     of the time for nothing.
     """
     mode = detect_fake_mode([node.meta.get("val") for node in module.graph.nodes])
-    assert mode is not None
+    assert mode is not None, "graphs of fake tensors only"
     with (
         torch._inductor.config.patch({**options}),
         enable_python_dispatcher(),
