@@ -102,12 +102,13 @@ def _of_library(library: str, functions: Mapping[str, int]) -> Mapping[str, Call
     found: dict[str, Callable[..., Any]] = {**_OF_MEMORY}
     for name, count in functions.items():
         function = found[f"{LOOPS}{name}"] = getattr(loaded, name)
-        function.argtypes, function.restype = (ctypes.c_int64,) * count, _raise_message
+        function.argtypes, function.restype = (ctypes.c_int64,) * count, ctypes.c_int64
+        function.errcheck = _raise_message
     return found
 
 
-def _raise_message(address: int) -> None:
-    """Raises the error whose message a function returns the address of; 0 is none."""
+def _raise_message(address: int, *_: Any) -> None:
+    """Raises an error with the message whose address a function returns; 0 is none."""
     if address:
         raise RuntimeError(ctypes.string_at(address).decode())
 

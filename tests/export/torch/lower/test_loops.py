@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +18,9 @@ from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from ort_trainer import ExportError, optim
-from ort_trainer.engine.programs.loops import RUN, encode_kernels, inductor_works_in, load
+from ort_trainer.engine.programs import Program
+from ort_trainer.engine.programs.compiler import LoadedCall, compiled
+from ort_trainer.engine.programs.loops import EMPTY, RUN, VIEW, encode, encode_kernels, inductor_works_in, load
 from ort_trainer.export.torch.fx.values import is_view
 from ort_trainer.export.torch.lower.loops import compile, divide
 from ort_trainer.export.torch.lower.loops.compile import as_kernels
@@ -62,6 +65,43 @@ def test_source_that_launches_kernels_runs_in_another_folder(tmp_path: Path) -> 
         torch.testing.assert_close(tuple(run([x, y])), compute(x, y))
     with pytest.raises(ValueError, match="can't be loaded: they were compiled for cpu, and are to run on cuda:1"):
         load(text, torch.device("cuda:1"))
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="there is no C++ compiler")
+def test_functions_of_a_library_take_addresses_and_raise_their_message(tmp_path: Path) -> None:
+    source = """
+    extern "C" const char* negate(const float* values, float* results, const long size) {
+        if (size < 0) return "a size is negative";
+        for (long index = 0; index < size; index++) results[index] = -values[index];
+        return nullptr;
+    }
+    """
+    (tmp_path / "negate.cpp").write_text(source)
+    library = tmp_path / "negate.so"
+    subprocess.run(["g++", "-shared", "-fPIC", "-o", library, tmp_path / "negate.cpp"], check=True)
+    loops = encode(library.read_bytes(), {"negate": 3})
+    program = Program([None], {"rows": (0, 0)}, loops=loops)
+    size, one = {"dim": "dim('rows') * 3"}, {"dim": "dim('rows') * -1"}
+    program.steps.append((EMPTY, [[{"dim": "dim('rows')"}, 3], [3, 1], {"torch": "float32"}], {}))
+    program.steps.append(("loops.negate", [{"x": 0}, {"v": 0}, size], {}))
+    program.steps.append((VIEW, [{"v": 0}, [3], [1], 3], {}))
+    program.results.append((2, None))
+    values = torch.randn(4, 3)
+    for given in (values, values.t().contiguous().t()):  # loops get tensors as they were compiled for
+        (second_row,) = run_program(program, [given])
+        torch.testing.assert_close(second_row, -values[1])
+    program.steps[1] = ("loops.negate", [{"x": 0}, {"v": 0}, one], {})
+    with pytest.raises(RuntimeError, match="^a size is negative$"):
+        run_program(program, [values])
+    with pytest.raises(ValueError, match="not a program of PyTorch's operators.*loops.absent"):
+        Program.from_text(Program(steps=[("loops.absent", [], {})], loops=loops).to_text())
+    with pytest.raises(ValueError, match="can't be loaded"):
+        Program.from_text(Program(steps=[(EMPTY, [], {})]).to_text())  # without loops, nothing makes unchecked memory
+
+
+def run_program(program: Program, values: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    call = LoadedCall("call", Program.from_text(program.to_text()), ["x"], ["y"])
+    return compiled([call], ["x"], ["y"])([*values])
 
 
 def test_files_that_name_the_folder_of_kernels_name_the_new_one(tmp_path: Path) -> None:

@@ -70,8 +70,8 @@ _OF_KNOWN_SIZES = (
     aten._adaptive_avg_pool3d_backward.default,
     aten.nonzero.default,
 )
-# A program of its own takes as long to compile as this many operators more in another one: 1.5 s for Inductor's headers,
-# and the rest for what both programs read. With half of it, a GPT-2 of four layers takes 1.4 times as long.
+# A program of its own takes as long to compile as this many operators more in another one: 1.5 s for headers, and the
+# rest for what both programs read. With half as many, a GPT-2 of four layers takes 1.4 times as long.
 _WORTH_A_PROGRAM = 200
 # Where more operators are in a row, several programs are compiled at the same time.
 _MOST = 300
