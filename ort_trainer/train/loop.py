@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -38,9 +38,6 @@ from .traits import traits_of
 from .transaction import Transaction, in_transaction
 from .user_objects import claim
 from .verify import StepVerifier
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = ["GRADIENT_WEIGHT", "TrainingLoop"]
 
