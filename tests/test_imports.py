@@ -172,6 +172,8 @@ PRIVATE_PARTS_OF_TORCH = {
         "torch._inductor.codecache.PyCodeCache.load",
         "torch._inductor.utils.clear_caches",
     },
+    # The public class makes an object for each change, in each step.
+    "engine/programs/runner.py": {"torch._C._set_grad_enabled"},
     # A wrapped tensor has no memory that an engine could take; nothing public says that it is wrapped.
     "engine/torch_memory.py": {"torch._C._functorch.is_functorch_wrapped_tensor", "torch._is_functional_tensor"},
     # What surrounds a call of a module, of which a graph would know nothing.

@@ -82,7 +82,7 @@ class StepRunner:
         plan = self._plans.get((as_arrays, shapes)) or self._plan(as_arrays, shapes)
         values_by_name = dict(zip(self.inputs, values, strict=True))
         if plan.indices:
-            check_indices(plan.indices, lambda name: _array(values_by_name[name]), lambda: plan.sizes)
+            check_indices(plan.indices, lambda name: _array(values_by_name[name]), plan.sizes)
         training = self.model.training
         sides = (state.reset, state.gradient_side, state.buffer_side) if training else (True, 0, state.buffer_side)
         if sides not in self._bindings:

@@ -58,7 +58,7 @@ def _frozen(value: Any) -> Any:
 def check_indices(
     ranges: Iterable[tuple[IndexRange, int]],
     array: Callable[[str], Array],
-    sizes: Callable[[], Mapping[str, int]],
+    sizes: Mapping[str, int],
     find_extremes: Callable[[str, int | None], tuple[int, int]] | None = None,
 ) -> None:
     """Checks the inputs of a batch that operators index with, by the lowest and the highest value of each.
@@ -66,7 +66,7 @@ def check_indices(
     Args:
         ranges: The ranges, each with its size for this batch.
         array: Returns the values of an input.
-        sizes: Returns the sizes of the symbolic dimensions.
+        sizes: The sizes of the symbolic dimensions.
         find_extremes: Returns the lowest and the highest value of an input, with 0 in place of the ignored value, its
             second argument; for inputs with a faster way than through an array.
 
@@ -80,7 +80,7 @@ def check_indices(
             extremes[key] = find_extremes(*key) if find_extremes else _extremes(array(entry.input), entry.ignored)
         lowest, highest = extremes[key]
         if lowest < (-size if entry.from_end else 0) or highest >= size:
-            _look_closer(entry, size, array(entry.input), sizes())
+            _look_closer(entry, size, array(entry.input), sizes)
 
 
 def _extremes(values: Array, ignored: int | None) -> tuple[int, int]:

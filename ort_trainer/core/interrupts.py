@@ -44,7 +44,7 @@ class uninterrupted:
         """Makes signals wait for :meth:`release`."""
         self._waiting: list[tuple[int, FrameType | None]] = []
         self._holding = True
-        if threading.current_thread() is not threading.main_thread():
+        if threading.get_ident() != threading.main_thread().ident:
             return
         try:
             for number in _SIGNALS:

@@ -54,6 +54,7 @@ class Executor:
         variants: Mode -> key of the selected variant of the model, whose graphs are added and run; initially None.
         generator: Draws the random numbers of training.
         draws_on_device: Whether graphs may draw from the generator themselves; otherwise random numbers are inputs.
+        changed_buffers: Names of the buffers that training changes.
         left: The graph that ran last in training mode, and its values for places outside tensors: the outputs
             ``Step.left``.
         present_gradients, used_gradients, hold_gradients, restore_gradients: See ``present``, ``used``, ``hold`` and
@@ -93,6 +94,7 @@ class Executor:
             default_generator(self._device) if seed is None else torch.Generator(self._device).manual_seed(seed)
         )
         self._updated: dict[str, torch.Tensor] = {}
+        self.changed_buffers: Collection[str] = ()
         self.left: tuple[Step, Sequence[torch.Tensor]] | None = None
         self._runners: dict[tuple[bool, Hashable], list[GraphRunner]] = {}
         self.variants: dict[bool, Hashable] = {True: None, False: None}
@@ -102,11 +104,6 @@ class Executor:
         self._replaced: list[Step] = []  # kept, because graphs are known by their ids
         self._memory = TorchMemory(self._device)
         self._scales: dict[TensorSpec, tuple[float, torch.Tensor]] = {}
-
-    @property
-    def changed_buffers(self) -> Collection[str]:
-        """Names of the buffers that training changes."""
-        return self._updated.keys() & self.buffers.keys()
 
     @functools.cached_property
     def options(self) -> SessionOptions:
@@ -150,6 +147,7 @@ class Executor:
         for name in step.buffer_updates:
             if name not in self._updated:
                 self._updated[name] = torch.empty_like(self.tensor(name))
+        self.changed_buffers = self._updated.keys() & self.buffers.keys()
         self._runners_for(step.training).append(runner)
 
     def add_rival(self, step: Step, rival: Step, decided: Callable[[bool, tuple[float, float]], None]) -> None:
@@ -234,7 +232,7 @@ class Executor:
         # None separates the outputs' names from the inputs'.
         key = (training, backward, self.variants[training], *names, None, *batch, *shapes)
         plan = self._plans.get(key)
-        if plan is None or any(plan.runner.whole is step for step in refused):
+        if plan is None or (refused and any(plan.runner.whole is step for step in refused)):
             runner = self._find(training, dict(zip(batch, shapes, strict=True)), refused)
             if runner is None:
                 return None
@@ -469,8 +467,8 @@ class _Gradients:
         device: torch.device,
         memory: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
-        self._parameters, self._device = parameters, device
-        self._memory = {} if memory is None else memory
+        self._parameters, self._nothing = parameters, torch.empty(0, device=device)
+        self._memory = {} if memory is None else dict(memory)
         self.tensors: dict[str, torch.Tensor] = dict(self._memory)
         self.stays = False
         self._present: set[str] = set()
@@ -501,9 +499,7 @@ class _Gradients:
         self._used = False
         if not self.stays:
             # Empty tensors free the memory, while the names stay in their order.
-            self.tensors |= dict.fromkeys(
-                self.tensors.keys() - self._memory.keys(), torch.empty(0, device=self._device)
-            )
+            self.tensors = dict.fromkeys(self.tensors, self._nothing) | self._memory
         return True
 
     def move_out(self, places: Iterable[torch.Tensor]) -> None:

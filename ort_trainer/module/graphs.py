@@ -7,6 +7,7 @@ import functools
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from inspect import Parameter
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -278,13 +279,14 @@ class CallGraphs:
             structure = self._begin().variant(True)
         variant = self._reads.variant(structure)
         with_grad = torch.is_grad_enabled()
-        kind = next((value.device.type for value in leaves.values()), "cpu")
+        kind = next(iter(leaves.values())).device.type if leaves else "cpu"
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        key: list[Any] = [variant, positional, named, with_grad, autocast]
+        parts: list[Any] = [variant, positional, named, with_grad, autocast]
         for value in leaves.values():
-            key += (value.shape, value.dtype, value.requires_grad, value.is_contiguous() or layout_of(value))
+            parts += (value.shape, value.dtype, value.requires_grad, value.is_contiguous() or layout_of(value))
+        key = tuple(parts)
         try:
-            entry = self._calls.get(tuple(key))
+            entry = self._calls.get(key)
         except TypeError as error:
             raise TypeError(
                 f"an argument of {type(self._module).__name__} is neither a tensor nor a constant that can be compared "
@@ -294,10 +296,10 @@ class CallGraphs:
             return self.find(args, kwargs)
         if entry is None:
             with torch.inference_mode(False):
-                entry = self._add(leaves, tuple(key))
+                entry = self._add(leaves, key)
             if len(self._calls) >= _MAXIMUM_CALLS:
                 self._calls.clear()
-            self._calls[tuple(key)] = entry
+            self._calls[key] = entry
         graphs, call = entry
         if graphs.notes.tensors or graphs.notes.scalars:
             self._outside.update(self._reads.carried(owned=False))
@@ -454,8 +456,8 @@ class CallGraphs:
             notes: The notes of the export.
         """
         code, root = notes.result, Root(self._module, None, self._arguments)
-        if code is not None:
-            return lambda tensors: decode(code, tensors, root)
+        if code is not None:  # mostly one tensor
+            return itemgetter(code[1]) if code[0] == "tensor" else lambda tensors: decode(code, tensors, root)
         named: dict[str, torch.Tensor] = {}
         layout = flatten("output", result, named, objects=True)
         return lambda tensors: rebuild(layout, dict(zip(named, tensors, strict=True)))

@@ -16,8 +16,7 @@ def global_norm(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
 
     Unlike ``torch.nn.utils.get_total_norm``, it does not round the norm of fp16 gradients to fp16.
     """
-    norms = torch._foreach_norm(list(gradients))
-    total: torch.Tensor = torch.linalg.vector_norm(torch.stack(list(map(torch.Tensor.float, norms))))
+    total: torch.Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(gradients))).float())
     return total
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -33,7 +34,6 @@ class ParameterBatch:
         hyper: The hyper-parameters, without the learning rate.
         counter: The tensor that consists of exactly these counts, if there is one.
         parts: Which parts of the parameters these tensors are; it computes norms of the whole tensors.
-        kept: A cache of what is derived from weights, slots and counts, which are the same tensors in every update.
     """
 
     weights: list[torch.Tensor]
@@ -45,20 +45,28 @@ class ParameterBatch:
     hyper: Mapping[str, Any]
     counter: torch.Tensor | None = None
     parts: Parts = field(default_factory=Parts)
-    kept: dict[str, Any] = field(default_factory=dict)
 
-    def slot(self, name: str) -> list[torch.Tensor]:
-        """Returns the state tensor of a slot for every parameter."""
-        if name not in self.kept:
-            self.kept[name] = [slots[name] for slots in self.slots]
-        return self.kept[name]  # type: ignore[no-any-return]
+    # These are kept, because weights and slots are the same tensors in every update.
+    @functools.cached_property
+    def by_slot(self) -> dict[str, list[torch.Tensor]]:
+        """Slot -> the state tensor of every parameter."""
+        return {name: [slots[name] for slots in self.slots] for name in self.slots[0]}
+
+    @functools.cached_property
+    def _ones(self) -> torch.Tensor:
+        """The addend of the counter; PyTorch takes longer to make a tensor of a number than to add."""
+        assert self.counter is not None
+        return torch.ones_like(self.counter)
+
+    @functools.cached_property
+    def _dtypes(self) -> set[torch.dtype]:
+        return {weight.dtype for weight in self.weights}
 
     def by_dtype(self) -> list[ParameterBatch]:
         """Groups the parameters by dtype."""
-        if "dtypes" not in self.kept:
-            self.kept["dtypes"] = [weight.dtype for weight in self.weights]
-            self.kept["one dtype"] = len(set(self.kept["dtypes"])) == 1
-        return [self] if self.kept["one dtype"] else [part for _, part in self.split(self.kept["dtypes"])]
+        if len(self._dtypes) == 1:
+            return [self]
+        return [part for _, part in self.split(weight.dtype for weight in self.weights)]
 
     def divide(self) -> None:
         """Divides the gradients in place, once."""
@@ -68,9 +76,7 @@ class ParameterBatch:
 
     def scale(self) -> torch.Tensor | None:
         """Returns the divisor in the form of PyTorch's fused kernels, which divide the gradients in place."""
-        if "doubles" not in self.kept:
-            self.kept["doubles"] = any(weight.dtype == torch.float64 for weight in self.weights)
-        if self.kept["doubles"]:  # for which the kernels' fp32 is not enough
+        if torch.float64 in self._dtypes:  # for which the kernels' fp32 is not enough
             self.divide()
         divisor = self.divisor
         if not isinstance(divisor, torch.Tensor) and divisor != 1.0:
@@ -80,7 +86,7 @@ class ParameterBatch:
     def count_up(self) -> None:
         """Increments all counts."""
         if self.counter is not None:  # ten times faster for many parameters
-            self.counter.add_(1)
+            self.counter.add_(self._ones)
         else:
             torch._foreach_add_([count for count in self.counts if count is not None], 1)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 
 import torch
 
@@ -74,14 +74,14 @@ class TrainStepInfo:
         """The first of :attr:`learning_rates`; None before the first update."""
         return self._rates[0] if self._rates else None
 
-    def note_update(self, rates: Sequence[float], norm: Norm) -> None:
+    def note_update(self, rates: list[float], norm: Norm) -> None:
         """Records what an update used.
 
         Args:
             rates: The learning rates.
             norm: The gradients' norm, or a function that computes it.
         """
-        self._rates, self._norm = list(map(float, rates)), norm
+        self._rates, self._norm = rates, norm
 
     @property
     def fetches(self) -> list[str]:

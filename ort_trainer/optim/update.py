@@ -132,7 +132,10 @@ class OptimizerUpdate:
             Whether the gradients were finite; always True if that was not checked.
         """
         needs_norm = bool(gradients) and (check_finite or self.asks_norm)
-        self.norm = self.parts.total_norm(gradients.values()) / divisor if needs_norm else None
+        self.norm = self.parts.total_norm(gradients.values()) if needs_norm else None
+        # Dividing by 1 would take as long as the update of a small model.
+        if self.norm is not None and divisor != 1.0:
+            self.norm = self.norm / divisor
         if check_finite and self.norm is not None and not torch.isfinite(self.norm):
             torch._foreach_div_(list(gradients.values()), divisor)
             return False
@@ -217,7 +220,7 @@ def _divisor(group: _Group, norm: torch.Tensor | None, divisor: float) -> float 
 
     Clipping divides by ``norm / limit`` if the global norm is above the group's limit.
     """
-    if math.isfinite(group.limit) and norm is not None:
-        excess: torch.Tensor = norm / group.limit
-        return divisor * excess.clamp(min=1.0)
-    return divisor
+    if not math.isfinite(group.limit) or norm is None:
+        return divisor
+    excess = norm if group.limit == 1.0 else norm / group.limit
+    return excess.clamp(min=1.0) if divisor == 1.0 else divisor * excess.clamp(min=1.0)

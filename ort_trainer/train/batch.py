@@ -137,15 +137,18 @@ def read_batch(
                 value = readable(name, value).detach()
             else:
                 value = _as_tensor(name, value)
-            if keeps_orders and not value.is_contiguous() and 0 not in value.stride():
-                batch.orders += ((name, order_of(value)),)
-            batch[name] = value.contiguous()
+            if not value.is_contiguous():
+                if keeps_orders and 0 not in value.stride():
+                    batch.orders += ((name, order_of(value)),)
+                value = value.contiguous()
+            batch[name] = value
     if arguments != names:
         for name in batch:
             argument = argument_of(name)
             if argument != name and argument not in layouts:  # the caller gave its parts by their own names
                 layouts[argument] = default_layout(argument, batch)
-    batch.layouts = tuple(sorted(layouts.items()))
+    if layouts:
+        batch.layouts = tuple(sorted(layouts.items()))
     return batch
 
 

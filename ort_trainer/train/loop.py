@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -38,9 +38,6 @@ from .traits import traits_of
 from .transaction import Transaction, in_transaction
 from .user_objects import claim
 from .verify import StepVerifier
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = ["GRADIENT_WEIGHT", "TrainingLoop"]
 
@@ -375,7 +372,7 @@ class TrainingLoop:
         indices = plan.indices
         if self.device.type != "cpu":  # to read values there would wait for the device, whose kernels check them
             indices = tuple(entry for entry in indices if entry[0].input in batch.on_host)
-        check_indices(indices, batch.array, lambda: plan.sizes, batch.extremes)
+        check_indices(indices, batch.array, plan.sizes, batch.extremes)
 
     def _on_its_branch(
         self,
@@ -618,6 +615,7 @@ class TrainingLoop:
         """
         executor, optimizer, info, strategy = self._executor, self.optimizer, self.info, self.strategy
         assert executor is not None
+        rates = list(map(float, meeting.rates))
         if self.config.is_live:
             self.config.set_rates(meeting.rates)
         checks_finite, norm = self.precision.checks_finite, None
@@ -628,7 +626,7 @@ class TrainingLoop:
         try:
             info.all_finite = run(
                 gradients=gradients,
-                learning_rates=list(map(float, meeting.rates)),
+                learning_rates=rates,
                 divisor=divisor,
                 check_finite=checks_finite,
                 again=again,
@@ -647,7 +645,7 @@ class TrainingLoop:
         else:  # the PyTorch optimizer changed the model itself
             self.graphs.refresh(executor)
         self.holds_gradients = False
-        info.note_update(meeting.rates, functools.partial(_norm_of_used, executor) if norm is None else norm)
+        info.note_update(rates, functools.partial(_norm_of_used, executor) if norm is None else norm)
         try:
             if self.precision.scaler is not None:
                 self.precision.update(info)

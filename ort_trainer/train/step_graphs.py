@@ -7,6 +7,7 @@ import logging
 import math
 import numbers
 from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ _MAXIMUM_GRAPHS = 16
 _MAXIMUM_COMPILATIONS = 2
 # Limit for remembered kinds of batches (shapes, dtypes, devices) that match the description.
 _MAXIMUM_KINDS = 1024
+_kind = attrgetter("shape", "dtype", "device")
 
 
 class StepGraphs:
@@ -130,10 +132,7 @@ class StepGraphs:
             if partly and self._layouts:  # arguments that are left out keep their earlier layouts
                 earlier = {name: layout for name, layout in self._layouts.items() if has_tensors(layout)}
                 batch.layouts = tuple(sorted({**earlier, **dict(batch.layouts)}.items()))
-            parts: list[Any] = list(batch)
-            for value in batch.values():
-                parts += (value.shape, value.dtype, value.device)
-            kind = tuple(parts)
+            kind = (*batch, *map(_kind, batch.values()))
             if kind not in self._fitting:
                 self._check(batch)
                 if len(self._fitting) >= _MAXIMUM_KINDS:

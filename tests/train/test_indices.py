@@ -226,4 +226,4 @@ def test_the_check_can_be_switched_off() -> None:
 def test_steps_of_a_file_that_would_take_all_memory(steps: tuple) -> None:
     entry = IndexRange("label", 3, operator="cross_entropy_loss", steps=steps)
     with pytest.raises(ValueError, match=r"step '\w+' of an index range makes \d+ elements, and at most 67108864"):
-        check_indices([(entry, 3)], lambda name: np.full((1, 2), 5), lambda: {"n": 2})
+        check_indices([(entry, 3)], lambda name: np.full((1, 2), 5), {"n": 2})

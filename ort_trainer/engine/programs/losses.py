@@ -10,10 +10,11 @@ from .linear import is_faster, product
 
 __all__ = ["cross_entropy_backward", "ctc_losses", "linear_cross_entropy"]
 
-_nll_loss = torch.ops.aten.nll_loss_forward.default
-_nll_loss_backward = torch.ops.aten.nll_loss_backward.default
-_log_softmax: Callable[..., torch.Tensor] = torch.ops.aten._log_softmax.out
-_log_softmax_backward: Callable[..., torch.Tensor] = torch.ops.aten._log_softmax_backward_data.out
+# Without the Python part of their calls, as programs call them.
+_nll_loss = torch.ops.aten.nll_loss_forward.default._op
+_nll_loss_backward = torch.ops.aten.nll_loss_backward.default._op
+_log_softmax: Callable[..., torch.Tensor] = torch.ops.aten._log_softmax.out._op
+_log_softmax_backward: Callable[..., torch.Tensor] = torch.ops.aten._log_softmax_backward_data.out._op
 
 
 def cross_entropy_backward(

@@ -7,7 +7,8 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 import torch
 
@@ -15,13 +16,14 @@ from ...step import Step
 from ..devices import as_default_generator
 from ..memory import keep_freed_memory
 from ..runner import GraphRunner, Kind, Plan, with_probabilities
+from ..torch_memory import TorchMemory, as_taken
 from .compiler import compiled, loaded
 from .cuda_graphs import CapturedRun, Captures
 
-if TYPE_CHECKING:
-    from ..torch_memory import TorchMemory
-
 __all__ = ["PartialRun", "ProgramRunner", "Stage", "deterministic_kernels"]
+
+_dtype = attrgetter("dtype")
+Results = tuple[torch.Tensor, ...]
 
 
 class Stage(NamedTuple):
@@ -34,7 +36,7 @@ class Stage(NamedTuple):
         last: Names of the values that no later stage takes, and that are not outputs of the graph.
     """
 
-    run: Callable[[list[torch.Tensor]], tuple[torch.Tensor, ...]]
+    run: Callable[[list[torch.Tensor]], Results]
     inputs: list[str]
     outputs: list[str]
     last: list[str]
@@ -70,19 +72,20 @@ class ProgramRunner(GraphRunner):
         super().__init__(step, {name: value.detach() for name, value in state.items()}, memory)
         keep_freed_memory()
         self._deterministic, self._device = deterministic, memory.device
+        self._taken = [spec.name for spec in step.inputs]
         assert step.programs is not None
         self.calls, self._constants = loaded(step.programs, memory.device)
         self._captures = (
             Captures(cuda_graphs, self._device) if self._device.type == "cuda" and cuda_graphs != "off" else None
         )
-        self._functions: dict[tuple[str, ...], Callable[..., tuple[torch.Tensor, ...]]] = {}
+        self._functions: dict[tuple[str, ...], Callable[..., Results]] = {}
 
     @functools.cached_property
-    def run_programs(self) -> Callable[..., tuple[torch.Tensor, ...]]:
+    def run_programs(self) -> Callable[..., Results]:
         """The graph as a function of its inputs, which returns all outputs."""
         return self.compiled(self.outputs)
 
-    def compiled(self, outputs: Sequence[str], timed: bool = False) -> Callable[..., tuple[torch.Tensor, ...]]:
+    def compiled(self, outputs: Sequence[str], timed: bool = False) -> Callable[..., Results]:
         """Returns a function that computes some outputs from all inputs."""
         return compiled(self.calls, self.inputs, outputs, self._constants, timed, self._device)
 
@@ -112,7 +115,7 @@ class ProgramRunner(GraphRunner):
         """Replaces the tensor of a parameter or buffer."""
         super().rebind(name, tensor.detach())
 
-    def overwritten(self, plan: Plan) -> tuple[torch.Tensor, ...]:
+    def overwritten(self, plan: Plan) -> Results:
         """Returns the results of the last run of a plan, if the next one overwrites them."""
         captured = plan.bindings.get(CapturedRun)
         return () if captured is None else captured.results
@@ -129,23 +132,23 @@ class ProgramRunner(GraphRunner):
         options: Any = None,
     ) -> tuple[dict[str, torch.Tensor], Mapping[str, torch.Tensor]]:
         """Runs the graph once; see the base class. Destinations are not bound: a run writes only those it gets."""
-        state, values = [*self._state.values()], []
-        for spec in self.step.inputs:
-            value = batch[spec.name]  # as_taken() would be a call for each, in each step
-            values.append(value.float() if value.dtype is torch.bfloat16 else value)
+        state, values = [*self._state.values()], list(map(batch.__getitem__, self._taken))
+        if torch.bfloat16 in map(_dtype, values):
+            values = list(map(as_taken, values))
         if plan.random:
             values += self._draw(with_probabilities(plan.random, self._state), generator)
         if loss_scale is not None:
             values.append(loss_scale)
-        captures = self._captures
-        with _as_captured(self._device, self._deterministic, generator):
-            assert plan.function is not None
-            if captures is None:
-                state += values
-                values.clear()  # the function empties its list, to free random numbers early
-                computed = plan.function(state)
-            else:
-                computed = captures.run(plan.bindings, plan.function, state, values)
+        function = plan.function
+        assert function is not None
+        if self._captures is None:
+            state += values
+            values.clear()  # the function empties its list, to free random numbers early
+            computed = self._as_captured(function, state, generator=generator)
+        else:
+            computed = self._as_captured(
+                self._captures.run, plan.bindings, function, state, values, generator=generator
+            )
         outputs = dict(zip(plan.results, computed, strict=True))
         if CapturedRun in plan.bindings:
             outputs |= {output.name: outputs[output.name].clone() for output in plan.outputs}
@@ -161,11 +164,43 @@ class ProgramRunner(GraphRunner):
         self,
         values: list[torch.Tensor],
         results: Callable[[], Sequence[Kind]] | None = None,
-        run: Callable[[list[torch.Tensor]], tuple[torch.Tensor, ...]] | None = None,
-    ) -> tuple[torch.Tensor, ...]:
+        run: Callable[[list[torch.Tensor]], Results] | None = None,
+    ) -> Results:
         """Runs the graph on all its inputs, or the program of a stage; see the base class."""
-        with _as_captured(self._device, self._deterministic):
-            return self.run_programs(values) if run is None else run(values)
+        return self._as_captured(run or self.run_programs, values)
+
+    def _as_captured(
+        self, function: Callable[..., Results], *arguments: Any, generator: torch.Generator | None = None
+    ) -> Results:
+        """Calls a function without PyTorch's gradients and autocast, as when the graph was captured.
+
+        Args:
+            function: Runs operators.
+            arguments: Its arguments.
+            generator: From which operators draw that take no generator; None for the default. On the CPU there are
+                none.
+        """
+        kind = self._device.type
+        grad, autocast = torch.is_grad_enabled(), torch.is_autocast_enabled(kind)
+        torch._C._set_grad_enabled(False)
+        if autocast:
+            torch.set_autocast_enabled(kind, False)
+        try:
+            makes_deterministic = self._deterministic and not torch.are_deterministic_algorithms_enabled()
+            if kind == "cpu" and not makes_deterministic:
+                return function(*arguments)  # without further contexts, which take time
+            with contextlib.ExitStack() as stack:
+                if makes_deterministic:
+                    stack.enter_context(deterministic_kernels())
+                if generator is not None:
+                    stack.enter_context(as_default_generator(generator))
+                if kind == "cuda":  # kernels run on the current device
+                    stack.enter_context(torch.cuda.device(self._device))
+                return function(*arguments)
+        finally:
+            torch._C._set_grad_enabled(grad)
+            if autocast:
+                torch.set_autocast_enabled(kind, True)
 
 
 class PartialRun:
@@ -197,38 +232,6 @@ class PartialRun:
             self._values.update(zip(stage.outputs, outputs, strict=True))
         later = {name for stage in stages[self._next :] for name in stage.inputs}
         return [self._values[name] if name in later else self._values.pop(name) for name in names]
-
-
-@contextmanager
-def _as_captured(device: torch.device, deterministic: bool, generator: torch.Generator | None = None) -> Iterator[None]:
-    """A context without PyTorch's gradients and autocast, as when the graph was captured.
-
-    Args:
-        device: Where the graph runs.
-        deterministic: Whether to request deterministic kernels.
-        generator: From which operators draw that take no generator; None for the default. On the CPU there are none.
-    """
-    kind = device.type
-    grad, autocast = torch.is_grad_enabled(), torch.is_autocast_enabled(kind)
-    torch.set_grad_enabled(False)
-    if autocast:
-        torch.set_autocast_enabled(kind, False)
-    try:
-        if kind == "cpu" and (not deterministic or torch.are_deterministic_algorithms_enabled()):
-            yield  # without further contexts, which take time
-            return
-        with contextlib.ExitStack() as stack:
-            if deterministic and not torch.are_deterministic_algorithms_enabled():
-                stack.enter_context(deterministic_kernels())
-            if generator is not None:
-                stack.enter_context(as_default_generator(generator))
-            if kind == "cuda":  # kernels run on the current device
-                stack.enter_context(torch.cuda.device(device))
-            yield
-    finally:
-        torch.set_grad_enabled(grad)
-        if autocast:
-            torch.set_autocast_enabled(kind, True)
 
 
 @contextmanager

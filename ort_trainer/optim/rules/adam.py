@@ -177,8 +177,8 @@ class _Adam(Rule):
             torch._fused_adamw_(
                 part.weights,
                 part.gradients,
-                part.slot(MOMENT_1),
-                part.slot(MOMENT_2),
+                part.by_slot[MOMENT_1],
+                part.by_slot[MOMENT_2],
                 [],
                 counts
                 if batch.hyper["do_bias_correction"]

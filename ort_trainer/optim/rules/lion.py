@@ -57,7 +57,7 @@ class _Lion(Rule):
 
     def update(self, batch: ParameterBatch) -> None:
         batch.divide()
-        (inner, outer), moments = batch.hyper["betas"], batch.slot(MOMENT_1)
+        (inner, outer), moments = batch.hyper["betas"], batch.by_slot[MOMENT_1]
         direction = torch._foreach_lerp(moments, batch.gradients, 1.0 - inner)
         torch._foreach_sign_(direction)
         torch._foreach_lerp_(moments, batch.gradients, 1.0 - outer)

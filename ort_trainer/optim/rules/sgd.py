@@ -88,7 +88,7 @@ class _SGD(Rule):
         torch._fused_sgd_(
             batch.weights,
             batch.gradients,
-            batch.slot(MOMENTUM) if hyper.get("momentum") else [],
+            batch.by_slot[MOMENTUM] if hyper.get("momentum") else [],
             weight_decay=hyper.get("weight_decay", 0.0),
             momentum=hyper.get("momentum", 0.0),
             lr=batch.lr,
@@ -107,7 +107,7 @@ class _SGD(Rule):
         if hyper.get("weight_decay"):
             step = torch._foreach_add(step, batch.weights, alpha=hyper["weight_decay"])
         if hyper.get("momentum"):
-            averages = batch.slot(MOMENTUM)
+            averages = batch.by_slot[MOMENTUM]
             if is_first:
                 torch._foreach_copy_(averages, step)
             else:

@@ -76,7 +76,7 @@ class Guard:
     def check(self, training: bool) -> tuple[Hashable, Named]:
         """Returns the key of the graphs to use, and the tensors with other memory; see ``ModelSource.check``."""
         with BORROWED:  # an export in another thread may have set other modes for a while
-            structure = training, *(watch.variant(training) for watch in self._modules)
+            structure = training, *[watch.variant(training) for watch in self._modules]
             variant = self._reads.variant(structure)
             if training and not self._model.trainable:
                 raise nothing_to_train(self._name)

@@ -87,7 +87,7 @@ def test_slices_of_everything_are_gone() -> None:
 def test_a_view_is_taken_once() -> None:
     calls = trained(lambda x: x[:, 0].exp() + x[:, 0].sin() * x[:, 1])
     assert calls["aten.select.int"] == 2
-    assert calls["aten.reshape.default"] == 1, "for the gradient of the bias, a sum over rows"
+    assert "aten.reshape.default" not in calls, "the gradient of the bias is a sum over rows"
 
 
 class Halves(nn.Module):

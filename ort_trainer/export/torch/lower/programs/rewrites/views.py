@@ -28,6 +28,7 @@ def drop_needless_views(graph: torch.fx.Graph) -> None:
         x -> detach -> mm                   =>    x -> mm
         x -> slice of everything -> mm      =>    x -> mm
         x -> t -> mm, x -> t -> mm          =>    x -> t -> (mm, mm)
+        x -> sum with keepdim -> view       =>    x -> sum
 
     Otherwise the gradient of a weight would be a view of what was computed, and a program would compute three views
     where one is enough; each costs a microsecond.
@@ -39,11 +40,22 @@ def drop_needless_views(graph: torch.fx.Graph) -> None:
         source = node.args[0]
         if node.target in RESHAPES and isinstance(source, Node) and source.target in RESHAPES:
             node.update_arg(0, source.args[0])
+        if node.target in RESHAPES and isinstance(source, Node) and _is_squeezed(source, node):
+            node.target, node.args, node.kwargs = source.target, source.args[:2], source.kwargs
         same = _unchanged(node)
         if same is None and is_view(node):
             same = views.setdefault((node.target, f"{node.args} {node.kwargs}"), node)
         if same is not None and same is not node:
             node.replace_all_uses_with(same)
+
+
+def _is_squeezed(source: Node, view: Node) -> bool:
+    """Returns whether a view drops the dimensions that a sum, which nothing else reads, has kept."""
+    if source.target is not aten.sum.dim_IntList or source.args[2:] != (True,) or len(source.users) > 1:
+        return False
+    shape, axes = source.meta["val"].shape, source.args[1]
+    summed = {axis % len(shape) for axis in axes}  # type: ignore[union-attr, operator]
+    return same_sizes(view.meta["val"].shape, [size for axis, size in enumerate(shape) if axis not in summed])
 
 
 def _unchanged(node: Node) -> Node | None:
