@@ -27,8 +27,9 @@ def test_sizes_memory_loops_and_products_are_steps() -> None:
         "arg0_1_size = arg0_1.size()",
         "s77 = arg0_1_size[1]",
         "s21 = s77",
+        "s35 = arg1_1.size()[0] // 2",
         "assert_size_stride(arg0_1, (4, s77), (s77, 1), 'input')",
-        "buf0 = empty_strided_cpu((s21 // 2, 8), (8, 1), torch.float32)",
+        "buf0 = empty_strided_cpu((2 * s35, 8), (8, 1), torch.float32)",
         "add_0(arg0_1, buf0, 2*s21)",
         "buf1 = buf0; del buf0  # reuse",
         "buf2 = torch.ops.aten.topk.default(buf1, 2, -1, True, True)",
@@ -36,8 +37,8 @@ def test_sizes_memory_loops_and_products_are_steps() -> None:
         "extern_kernels.addmm(arg1_1, reinterpret_tensor(buf1, (8, 4), (1, 8), 3), buf3, alpha=-inf, beta=1, out=buf3)",
         "return (buf3, )",
     )
-    half, twice = {"dim": "dim('s21') // 2"}, {"dim": "2 * dim('s21')"}
-    assert launch.symbols == {"s77": (0, 1), "s21": (0, 1)}
+    half, twice = {"dim": "2 * (dim('x1_0') // 2)"}, {"dim": "2 * dim('x0_1')"}
+    assert launch.symbols == {"x0_1": (0, 1), "x1_0": (1, 0)}
     assert launch.steps == [
         ("loops.empty", [[half, 8], [8, 1], {"torch": "float32"}], {}),
         ("loops.add_0", [{"x": 0}, {"v": 0}, twice], {}),

@@ -19,6 +19,7 @@ Inductor's source for a CPU has a function without branches::
 from __future__ import annotations
 
 import ast
+import copy
 import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -30,7 +31,6 @@ __all__ = ["Launch", "read_launch"]
 
 _MAKE_KERNEL = "async_compile.cpp_pybinding"
 _KERNEL = re.compile(r'extern "C"[\w\s]*? kernel\(')
-_NAME = re.compile(r"[A-Za-z_]\w*")
 _HEADER = "#include <torch/csrc/inductor/cpp_prefix.h>"
 # No exception may leave a function that Python calls by its address.
 _FUNCTION = """
@@ -46,7 +46,10 @@ extern "C" const char* {name}({parameters}) {{
 }}
 """
 _MEMORY = {"empty_strided_cpu": EMPTY, "reinterpret_tensor": VIEW}
-_CHECKS = ("assert_size_stride", "assert_alignment", "args.clear")
+# Calls without effect on values: the checks of tensors that Inductor adds, and what frees the list of inputs.
+_IGNORED = re.compile(r"assert_\w+|args\.clear")
+# Names in arithmetic over sizes.
+_OF_SIZES = {"dim", "max", "min", "math", "abs", "int"}
 _NUMBERS = {"inf": float("inf"), "nan": float("nan")}
 
 
@@ -102,42 +105,73 @@ def _function(name: str, kinds: list[str], source: str) -> str:
     return text + _FUNCTION.format(name=name, parameters=parameters, arguments=arguments)
 
 
+class _Sizes(ast.NodeTransformer):
+    """Replaces symbolic sizes by what they are: arithmetic over sizes of inputs.
+
+    Attributes:
+        symbols: Name of a size of an input -> the input and the axis that have it.
+        shapes: Variable -> the input whose shape it is.
+        known: Variable -> the arithmetic that it stands for.
+    """
+
+    def __init__(self, inputs: Mapping[str, Any]) -> None:
+        self._inputs = inputs
+        self.symbols: dict[str, tuple[int, int]] = {}
+        self.shapes: dict[str, int] = {}
+        self.known: dict[str, ast.expr] = {}
+
+    def find(self, value: ast.expr) -> ast.expr | None:
+        """Returns arithmetic over sizes of inputs; None for anything else."""
+        found: ast.expr = self.visit(copy.deepcopy(value))
+        names = {part.id for part in ast.walk(found) if isinstance(part, ast.Name)}
+        return found if "dim" in names and names <= _OF_SIZES else None
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return self.known.get(node.id, node)
+
+    def visit_Subscript(self, node: ast.Subscript) -> ast.expr:
+        match node:
+            case ast.Subscript(ast.Name(id=name), ast.Constant(value=int(axis))) if name in self.shapes:
+                source = self.shapes[name]
+            case ast.Subscript(ast.Call(ast.Attribute(ast.Name(id=name), "size"), []), ast.Constant(value=int(axis))):
+                source = self._inputs[name]["x"]
+            case _:
+                return node
+        self.symbols[f"x{source}_{axis}"] = source, axis
+        return ast.Call(ast.Name("dim"), [ast.Constant(f"x{source}_{axis}")], [])
+
+
 class _Reader:
     """Turns statements into steps; see :class:`Launch` for the attributes."""
 
     def __init__(self, functions: Mapping[str, int]) -> None:
         self._functions = functions
-        self.symbols: dict[str, tuple[int, int]] = {}
+        self._values: dict[str, Any] = {}  # variable -> argument of a step
+        self._sizes = _Sizes(self._values)
+        self.symbols = self._sizes.symbols
         self.steps: list[tuple[str, list[Any], dict[str, Any]]] = []
         self.results: list[int] = []
-        self._values: dict[str, Any] = {}  # variable -> argument of a step
-        self._shapes: dict[str, int] = {}  # variable -> the input whose shape it is
 
     def read(self, statement: ast.stmt) -> None:
         """Adds the steps of a statement."""
         match statement:
             case ast.Assign(targets=[ast.Tuple(elts=inputs)], value=ast.Name(id="args")):
                 self._values |= {ast.unparse(name): {"x": index} for index, name in enumerate(inputs)}
-            case ast.Assign(targets=[ast.Name(id=name)], value=ast.Call(func=ast.Attribute(ast.Name(id=of), "size"))):
-                self._shapes[name] = self._values[of]["x"]
-            case ast.Assign(
-                targets=[ast.Name(id=name)], value=ast.Subscript(ast.Name(id=of), ast.Constant(value=int(index)))
-            ):
-                if of in self._shapes:
-                    self.symbols[name] = self._shapes[of], index
-                else:
-                    self._values[name] = self._add(GETITEM, [self._values[of], index])
-            case ast.Assign(targets=[ast.Name(id=name)], value=ast.Name(id=of)) if of in self.symbols:
-                self.symbols[name] = self.symbols[of]
-            case ast.Assign(targets=[ast.Name(id=name)], value=value):
+            case ast.Assign([ast.Name(id=name)], ast.Call(ast.Attribute(ast.Name(id=of), "size"), [])):
+                self._sizes.shapes[name] = self._values[of]["x"]
+            case ast.Assign([ast.Name(id=name)], value) if (size := self._sizes.find(value)) is not None:
+                self._sizes.known[name] = size
+            case ast.Assign([ast.Name(id=name)], ast.Subscript(ast.Name(id=of), ast.Constant(value=index))):
+                self._values[name] = self._add(GETITEM, [self._values[of], index])
+            case ast.Assign([ast.Name(id=name)], value):
                 self._values[name] = self._argument(value)
-            case ast.Expr(value=ast.Call(func=function)) if ast.unparse(function) in _CHECKS:
+            case ast.Expr(ast.Call(func=function)) if _IGNORED.fullmatch(ast.unparse(function)):
                 pass
-            case ast.Expr(value=ast.Call() as called):
+            case ast.Expr(ast.Call() as called):
                 self._call(called)
-            case ast.Return(value=ast.Tuple(elts=results)):
+            case ast.Return(ast.Tuple(elts=results)):
                 self._return([self._argument(result) for result in results])
-            case ast.Delete() | ast.Pass():
+            case ast.Delete():
                 pass
             case _:
                 raise ValueError(f"{ast.unparse(statement)[:200]!r} is no call of a kernel")
@@ -199,16 +233,9 @@ class _Reader:
                 return {"torch": name}
             case ast.Call(func=ast.Name(id="device")):
                 return None
-            case ast.Call() if not self._is_size(value):
-                return self._call(value)
-        if not self._is_size(value):
-            raise ValueError(f"{ast.unparse(value)[:200]!r} is no argument of a kernel")
-        return {"dim": _NAME.sub(self._symbol, ast.unparse(value))}
-
-    def _symbol(self, name: re.Match[str]) -> str:
-        return f"dim('{name[0]}')" if name[0] in self.symbols else name[0]
-
-    def _is_size(self, value: ast.expr) -> bool:
-        """Returns whether an expression is arithmetic over symbolic sizes."""
-        names = {part.id for part in ast.walk(value) if isinstance(part, ast.Name)}
-        return not names.isdisjoint(self.symbols) and names <= {*self.symbols, "max", "min", "math", "abs", "int"}
+        size = self._sizes.find(value)
+        if size is not None:
+            return {"dim": ast.unparse(size)}
+        if isinstance(value, ast.Call):
+            return self._call(value)
+        raise ValueError(f"{ast.unparse(value)[:200]!r} is no argument of a kernel")
