@@ -50,11 +50,12 @@ def test_inductor_works_in_a_folder_that_only_its_owner_can_write_to(monkeypatch
 def test_source_that_launches_kernels_runs_in_another_folder(tmp_path: Path) -> None:
     """Here with loops of C++, which Inductor writes for a CPU; for a GPU they are Triton's."""
 
-    def compute(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return (x * y).tanh(), x.sum(1) * x.shape[0]
+    def compute(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (x * y).tanh(), z.sum(1) * x.shape[0]
 
-    module = make_fx(compute, tracing_mode="symbolic")(torch.randn(5, 4), torch.randn(4))
-    sample = tuple(node.meta["val"] for node in module.graph.find_nodes(op="placeholder"))
+    module = make_fx(compute, tracing_mode="symbolic")(torch.randn(5, 4), torch.randn(4), torch.randn(5, 4))
+    inputs = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
+    sample = (*inputs[:2], inputs[0])  # one object for two inputs, as from equal layers
     folder = tmp_path / "inductor"
     with torch.no_grad(), inductor_works_in(folder):
         text = as_kernels(module, sample, folder)
@@ -62,7 +63,8 @@ def test_source_that_launches_kernels_runs_in_another_folder(tmp_path: Path) -> 
     run = load(text, torch.device("cpu"))[RUN]
     for rows in (3, 7):
         x, y = torch.randn(rows * 4 + 1)[1:].view(rows, 4), torch.randn(4)  # not at a multiple of 16 bytes
-        torch.testing.assert_close(tuple(run([x, y])), compute(x, y))
+        z = torch.randn(rows, 4)
+        torch.testing.assert_close(tuple(run([x, y, z])), compute(x, y, z))
     with pytest.raises(ValueError, match="can't be loaded: they were compiled for cpu, and are to run on cuda:1"):
         load(text, torch.device("cuda:1"))
 

@@ -8,6 +8,7 @@ neither Inductor nor a compiler. For a GPU they are Triton's kernels, and Python
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import shutil
@@ -28,7 +29,7 @@ from torch._inductor.cpp_builder import CppBuilder, CppTorchOptions
 from torch._inductor.cpu_vec_isa import pick_vec_isa
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.ir import TensorBox
-from torch._inductor.mkldnn_ir import LinearUnary
+from torch._inductor.mkldnn_ir import LinearBinary, LinearUnary
 from torch._inductor.virtualized import V
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -217,13 +218,15 @@ def _source(module: torch.fx.GraphModule, sample: Sequence[torch.Tensor], option
         V.set_fake_mode(mode),
     ):
         with mode:
-            graph = make_fx(module, select_decomp_table())(*sample)
+            # A trace tells tensors apart by identity, and inputs that come from equal layers may be one object.
+            own = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in sample]
+            graph = make_fx(module, select_decomp_table())(*own)
         written = [node.target for node in graph.graph.nodes if _writes(node.target)]
         if written:
             raise ValueError(f"{written[0]} writes to a tensor")
         (end,) = graph.graph.find_nodes(op="output")
         end.meta["user_visible_output_idxs"] = range(len(end.args[0]))  # whose strides are kept
-        result: Any = compile_fx_inner(graph, sample, is_inference=True)
+        result: Any = compile_fx_inner(graph, own, is_inference=True)
     source: str = result.source_code
     return source
 
@@ -246,7 +249,9 @@ def _whole(operators: Sequence[torch._ops.OpOverload]) -> Iterator[None]:
     lowerings = torch._inductor.lowering.lowerings
     with mock.patch.dict(table), mock.patch.dict(lowerings), mock.patch.dict(os.environ), constraints:
         os.environ.pop("CI", None)  # Inductor takes this to be a run of its own tests, which fail for such operators
-        lowerings[torch.ops.mkldnn._linear_pointwise.default] = _linear  # Inductor's own takes constant weights only
+        # Inductor's own take constant weights only.
+        lowerings[torch.ops.mkldnn._linear_pointwise.default] = functools.partial(_linear, LinearUnary, 1)
+        lowerings[torch.ops.mkldnn._linear_pointwise.binary] = functools.partial(_linear, LinearBinary, 2)
         # From torch 2.13 on, Inductor fixes the sizes of the images whose gradient it calls a kernel for.
         lowerings.pop(aten.convolution_backward.default, None)
         for each in operators:
@@ -254,8 +259,19 @@ def _whole(operators: Sequence[torch._ops.OpOverload]) -> Iterator[None]:
         yield
 
 
-def _linear(value: Any, weight: Any, bias: Any, *rest: Any) -> Any:
-    """Lets loops call oneDNN's linear layer. Unlike Inductor, it takes a transpose as weight without a copy."""
-    value, bias = (each and LinearUnary.require_contiguous(LinearUnary.realize_input(each)) for each in (value, bias))
-    with mock.patch.object(LinearUnary, "require_contiguous", LinearUnary.require_stride1):
-        return TensorBox.create(LinearUnary.create(value, weight, bias, *rest))
+def _linear(kind: Any, weight: int, *args: Any) -> Any:
+    """Lets loops call oneDNN's linear layer. Unlike Inductor, it takes a transpose as weight without a copy.
+
+    Args:
+        kind: Inductor's class of the call.
+        weight: Which argument is the weight.
+        args: The arguments.
+    """
+    ready = [
+        kind.require_contiguous(kind.realize_input(value))
+        if isinstance(value, TensorBox) and place != weight
+        else value
+        for place, value in enumerate(args)
+    ]
+    with mock.patch.object(kind, "require_contiguous", kind.require_stride1):
+        return TensorBox.create(kind.create(*ready))
