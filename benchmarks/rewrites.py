@@ -102,6 +102,9 @@ LEVERS = {
         ("gpt2",),
         switch_off=functools.partial(leave_out, "fuse_linear_cross_entropy"),
     ),
+    "convolutions": Lever(
+        "rewrite `convolutions.py`", ("convnext",), switch_off=functools.partial(leave_out, "sum_bias_gradients")
+    ),
     "halves": Lever("rewrite `halves.py`", ("bert-fp16",), switch_off=functools.partial(leave_out, "widen_products")),
     "reuse": Lever("results over dead operands, `reuse.py`", ("bert", "gpt2"), switch_off=without_reuse),
     "random_numbers": Lever("fast random numbers", ("bert", "gpt2"), {"random_numbers": "pytorch"}),

@@ -74,6 +74,26 @@ def test_a_cross_entropy_with_weights_stays() -> None:
     assert calls["aten.nll_loss_backward.default"] == 1
 
 
+@pytest.mark.parametrize(
+    ("kernel", "outputs", "last", "summed"),
+    [(5, 1, True, True), (3, 2, True, True), (3, 1, True, False), (5, 1, False, False)],
+)
+def test_the_bias_gradient_of_a_depthwise_convolution_is_a_sum(
+    kernel: int, outputs: int, last: bool, summed: bool
+) -> None:
+    """Of one with a large kernel, or several outputs per channel, on a channels-last tensor."""
+
+    def convolution(x: torch.Tensor) -> torch.Tensor:
+        image = x[:24, :4].sin().reshape(1, 6, 4, 4).permute(0, 3, 1, 2)
+        weight = x[: outputs * kernel**2, :4].t().reshape(4 * outputs, 1, kernel, kernel)
+        bias = x[:outputs, 4:].reshape(-1)
+        return F.conv2d(image if last else image.contiguous(), weight, bias, padding=kernel // 2, groups=4)
+
+    calls = trained(convolution, 25, 10)
+    assert calls["aten.convolution_backward.default"] == 1
+    assert calls["aten.sum.dim_IntList"] == (2 if summed else 1), "one for the bias of the linear layer"
+
+
 def test_views_that_lead_back_are_gone() -> None:
     calls = trained(lambda x: x.t().t().reshape(-1, 5).view(-1, 5).detach() * x)
     assert "aten.detach.default" not in calls
@@ -165,6 +185,11 @@ CHANGED: dict[str, tuple[Callable[..., torch.Tensor], tuple[int, int], tuple[int
     "widen_products": (_halves, (6, 7), (3, 7)),
     "use_onednn": (lambda x, w: F.relu(F.linear(x, w, w[:, 0])), (128, 300), (250, 300)),
     "fuse_cross_entropy": (lambda x, w: F.cross_entropy(x @ w, LABELS[:6] % 3, reduction="none"), (6, 7), (7, 3)),
+    "sum_bias_gradients": (
+        lambda x, w: F.conv2d(x.view(2, 6, 6, 2).permute(0, 3, 1, 2), w.view(2, 1, 5, 5), w[:, 0], 1, 2, 1, 2),
+        (72, 2),
+        (2, 25),
+    ),
     "fuse_linear_cross_entropy": (lambda x, w: F.cross_entropy(F.linear(x, w), LABELS), (520, 5), (4000, 5)),
 }
 
