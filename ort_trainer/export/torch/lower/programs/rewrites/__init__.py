@@ -29,9 +29,8 @@ _REWRITES: tuple[Callable[..., None], ...] = (
     fuse_cross_entropy,
     sum_bias_gradients,
 )
-# Inductor can't look into the operator that the first inserts, so it would fuse less; the second was measured with
-# PyTorch's sum, which loops don't call.
-_NOT_FOR_LOOPS = (fuse_cross_entropy, sum_bias_gradients)
+# Inductor can't look into the operator that this inserts, so it would fuse less.
+_NOT_FOR_LOOPS = (fuse_cross_entropy,)
 # Made for the CPU, or read values, for which other devices would have to wait.
 _FOR_CPU = (fuse_linear_cross_entropy, widen_products, use_onednn, fuse_cross_entropy, sum_bias_gradients)
 
