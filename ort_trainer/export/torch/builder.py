@@ -285,7 +285,7 @@ def _refuse_contrib_ops(graph: Step) -> None:
 class _Progress:
     """A line on a terminal with the stages of an export, cleared at the end; not shown if warnings are not logged.
 
-    Elsewhere, as in a log file, it writes only that loops are compiled, which takes half a minute. A forked child
+    Elsewhere, as in a log file, it writes only that loops are compiled, which may take half a minute. A forked child
     reports its stages through a pipe, so only one process writes to the terminal. Some terminals of Windows print
     control sequences as they are, so blanks clear the line.
 
@@ -314,7 +314,7 @@ class _Progress:
         """Reports that a stage has begun; called in the process that exports."""
         if name == "compile" and self._tells_compiling and self._stream is not None:
             self._tells_compiling = False
-            how_long = "about half a minute, once per model and machine"
+            how_long = "up to half a minute, once per model and machine"
             self._stream.write(f"compiling the loops of {self._what}: {how_long}\n")
             self._stream.flush()
         if os.getpid() == self._owner:

@@ -68,4 +68,4 @@ def test_elsewhere_a_line_says_that_loops_are_compiled(capfd: pytest.CaptureFixt
     with contextlib.closing(_Progress("MLP")) as progress:
         for stage in ("capture", "differentiate", "compile", "compile"):
             progress.stage(stage)
-    assert capfd.readouterr().err == "compiling the loops of MLP: about half a minute, once per model and machine\n"
+    assert capfd.readouterr().err == "compiling the loops of MLP: up to half a minute, once per model and machine\n"
