@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +92,7 @@ def test_an_error_of_another_kind(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 
 def test_an_error_of_a_kernel_is_no_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
     """It ends in a file of the package, as kernels have no frames of Python."""
-    monkeypatch.setattr(ParameterBatch, "slot", lambda self, name: [])
+    monkeypatch.setattr(ParameterBatch, "by_slot", defaultdict(list))
     recipe = Recipe(1, layers=SMALL.layers, sizes=SMALL.sizes, optimizer="adamw")
     outcome = compare(recipe)["pytorch"]
     assert outcome.kind == "raw error" and outcome.text.startswith("RuntimeError: ")
