@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ...core.masks import words_for
-from . import dropout, linear, losses, recurrent
+from . import dropout, linear, losses, recurrent, rows
 
 __all__ = ["LIBRARY", "OWN"]
 
@@ -74,6 +74,16 @@ _define(
     "grouped_mm(Tensor first, Tensor second, Tensor ends) -> Tensor",
     linear.grouped_mm,
     linear.grouped_mm_fake,
+)
+_define(
+    "add_rows(Tensor gradient, Tensor indices, SymInt rows, SymInt padding) -> Tensor",
+    rows.add_rows,
+    lambda gradient, indices, rows, padding: gradient.new_empty((rows, gradient.shape[-1])),
+)
+_define(
+    "flat_index(Tensor[] indices, SymInt[] sizes) -> Tensor",
+    rows.flat_index,
+    lambda indices, sizes: sum(indices[1:], indices[0]).long().reshape(-1),
 )
 _define(
     "cross_entropy_backward(Tensor gradient, Tensor log_probabilities, Tensor target, int reduction, "

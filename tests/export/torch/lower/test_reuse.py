@@ -10,6 +10,7 @@ from ort_trainer.export.torch.lower.programs.reuse import _ROW_BY_ROW
 
 from .calls import LARGE, Function, trained
 
+PLACES = torch.randint(0, 250, (128, 250))
 WIDE = torch.ones(250, dtype=torch.float64)
 # Functions of a linear layer's (128, 250) results, and the overload that must be called, or must not.
 REUSED: dict[str, tuple[Function, str]] = {
@@ -20,6 +21,7 @@ REUSED: dict[str, tuple[Function, str]] = {
     "a number": (lambda x: (x + 3) * 0.5, "aten.mul.out"),
     "a gradient": (F.gelu, "aten.gelu_backward.grad_input"),
     "rows": (lambda x: torch.softmax(x * 2, 1) * 100, "aten._softmax.out"),
+    "what some elements are put into": (lambda x: (x * 2).scatter_add(1, PLACES, x), "aten.scatter_add_.default"),
 }
 KEPT: dict[str, tuple[Function, str]] = {
     "read later": (lambda x: torch.tanh(h := x * 2) * torch.sin(h), "aten.tanh.out"),
@@ -28,6 +30,7 @@ KEPT: dict[str, tuple[Function, str]] = {
     "another view of it": (lambda x: (h := (x * 2)[:, :128]) + h.t(), "aten.add.out"),
     "a part": (lambda x: torch.tanh((x * 2)[:100]), "aten.tanh.out"),
     "smaller than the result": (lambda x: torch.atan2((x * 2).mean(0) + 3, x.detach()), "aten.atan2.out"),
+    "what else is put into it": (lambda x: (h := x * 2).scatter(1, PLACES, h), "aten.scatter_.src"),
     "another type": (lambda x: x * 2 + WIDE, "aten.add.out"),
 }
 

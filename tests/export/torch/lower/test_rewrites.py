@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ort_trainer import ORTTrainer, ORTTrainerOptions, amp, optim
-from ort_trainer.engine.programs import linear
+from ort_trainer.engine.programs import linear, rows
 from ort_trainer.export.torch.lower.programs import kernels, rewrites
 from ort_trainer.export.torch.lower.programs.rewrites import halves
 
@@ -190,8 +191,70 @@ CHANGED: dict[str, tuple[Callable[..., torch.Tensor], tuple[int, int], tuple[int
         (72, 2),
         (2, 25),
     ),
+    "join_selects": (lambda x, w: (h := (x @ w).view(2, 3, 3))[:, 0] * h[:, 1].exp() + h[:, 2], (6, 7), (7, 3)),
+    "add_rows": (lambda x, w: F.embedding(LABELS[:6] % 3, w, padding_idx=1) * x, (6, 7), (3, 7)),
     "fuse_linear_cross_entropy": (lambda x, w: F.cross_entropy(F.linear(x, w), LABELS), (520, 5), (4000, 5)),
 }
+
+
+PAIRS = torch.tril_indices(5, 5, -1)
+ROWS = torch.tensor([[3, -7, 0], [3, 5, 6]])
+
+
+def test_parts_are_taken_at_once() -> None:
+    """The gradient of what they are taken from is their stack, not a sum."""
+    calls = trained(lambda x: (h := x[:, None] * ROWS[:1].t())[:, 0].exp() * h[:, -2].sin() + h[:, 2])
+    assert calls["aten.unbind.int"] == 1 and calls["aten.stack.default"] + calls["aten.cat.default"] == 1
+    assert not {"aten.select.int", "aten.select_backward.default", "aten.select_scatter.default"} & calls.keys()
+
+
+def test_parts_that_are_changed_in_place_stay() -> None:
+    calls = trained(lambda x: [(h := x[:, None] * ROWS[:1].t())[:, 0].mul_(3), h[:, 1] * h[:, 2]][-1])
+    assert "aten.unbind.int" not in calls
+
+
+INDEXED: dict[str, Function] = {
+    "pairs in a matrix": lambda x: (x[:, :, None] * x[:, None])[:, PAIRS[0], PAIRS[1]],
+    "rows": lambda x: x[ROWS.to(torch.int32)] * 2,
+    "columns, some from the end": lambda x: x[:, ROWS[0] // 2].exp(),
+    "columns of several axes": lambda x: x.sin().reshape(7, 1, 5)[:, :, PAIRS[0]],
+    "of which one is a row": lambda x: (x[:, :, None] * x[:, None])[:, PAIRS[:1], PAIRS[1][:, None]],
+}
+NOT_INDEXED: dict[str, Function] = {
+    "a mask": lambda x: x[:, torch.tensor([True, False, True, False, False])],
+    "axes that are apart": lambda x: (x[:, :, None] * x[:, None])[ROWS[1], :, ROWS[1] // 2],
+    "another order in memory": lambda x: (x * 2).t()[PAIRS[0]],
+}
+
+
+@pytest.mark.parametrize("name", INDEXED)
+def test_rows_are_taken_by_one_index(name: str) -> None:
+    calls = trained(INDEXED[name])
+    assert calls["ort_trainer.flat_index.default"] == calls["aten.index_select.default"] == 1
+    assert calls["aten.index_add.default"] == 1, "the gradient"
+    assert not {"aten.index.Tensor", "aten.index_put.default"} & calls.keys()
+
+
+@pytest.mark.parametrize("name", NOT_INDEXED)
+def test_what_one_index_does_not_say_stays(name: str) -> None:
+    calls = trained(NOT_INDEXED[name])
+    assert calls["aten.index.Tensor"] == 1 and "ort_trainer.flat_index.default" not in calls
+
+
+@pytest.mark.parametrize(("index", "wrong"), [([0, 5], 5), ([1, -6], -6)])
+def test_an_index_out_of_range_is_refused(index: list[int], wrong: int) -> None:
+    """Also where one index for several axes would point into the matrix."""
+    with pytest.raises(IndexError, match=f"index {wrong} is out of bounds for a dimension of size 5"):
+        rows.flat_index([torch.tensor([0, 1]), torch.tensor(index)], [5, 5])
+
+
+@pytest.mark.parametrize("settings", [{}, {"padding_idx": 2}, {"padding_idx": -1}, {"scale_grad_by_freq": True}])
+def test_the_gradient_of_an_embedding_adds_rows(settings: dict[str, Any]) -> None:
+    ids = torch.randint(0, 7, (4, 11))
+    calls = trained(lambda x: F.embedding(ids, x, **settings).cumsum(1))
+    whole = "scale_grad_by_freq" in settings
+    assert calls["ort_trainer.add_rows.default"] == (not whole)
+    assert calls["aten.embedding_dense_backward.default"] == whole
 
 
 class Edges(nn.Module):

@@ -38,7 +38,7 @@ class ProgramKernels(Kernels):
         """Speeds up a graph before it is differentiated; see the base class."""
         from .rewrites import rewrite_forward
 
-        rewrite_forward(graph)
+        rewrite_forward(graph, self._compiled)
 
     def rewrite_call(self, flat: FlatGraph) -> None:
         """Speeds up the joint graph of a call; see the base class."""

@@ -6,7 +6,7 @@ The result then needs no memory of its own::
     v6 = mul.Scalar(v5, 0.125)             v6 = mul_.Scalar(v5, 0.125)
 
 1. Every element of the result depends only on the same element of the operand, or on its row if the kernel is known to
-   have read the whole row before writing.
+   have read the whole row before writing; or the result is the operand with some elements changed.
 2. The operand's memory was allocated in the same program, and all its other readers precede the operator.
 3. Operand and result have the same dtype, sizes and strides, and no other operand is a view of that memory.
 """
@@ -31,6 +31,17 @@ _has_kernel: Callable[[str, str], bool] = torch._C._dispatch_has_kernel_for_disp
 _WORTH_IT = 1 << 16
 # These compute row by row, and read a row before they write to it.
 _ROW_BY_ROW = frozenset({aten._softmax.default, aten._softmax_backward_data.default, aten._log_softmax.default})
+# These change some elements of a copy of their first argument.
+_INTO_FIRST = frozenset(
+    {
+        aten.index_add.default,
+        aten.index_copy.default,
+        aten.index_put.default,
+        aten.scatter.src,
+        aten.scatter.value,
+        aten.scatter_add.default,
+    }
+)
 
 
 class Reuse(NamedTuple):
@@ -56,17 +67,22 @@ def find_reuse(node: Node, is_free: Callable[[Node], bool]) -> Reuse | None:
     """
     operator = node.target
     assert isinstance(operator, torch._ops.OpOverload)
-    if torch.Tag.pointwise not in operator.tags and operator not in _ROW_BY_ROW:
+    into_first = operator in _INTO_FIRST
+    if torch.Tag.pointwise not in operator.tags and operator not in _ROW_BY_ROW and not into_first:
         return None
     result = node.meta["val"]
     if not isinstance(result, torch.Tensor) or size_in_bytes(result) < _WORTH_IT:
         return None
     out, changing = _overloads(operator)
-    for place, operand in enumerate(node.args):
+    operands, others = list(node.args), list(node.all_input_nodes)
+    if into_first:  # it reads the others while it writes
+        out, operands, others = None, operands[:1], []
+        torch.fx.map_arg(node.args[1:], others.append)
+    for place, operand in enumerate(operands):
         if not isinstance(operand, Node) or not _is_alike(operand, result):
             continue
         base = base_of(operand)
-        if any(other is not operand and base_of(other) is base for other in node.all_input_nodes) or not is_free(base):
+        if any(base_of(other) is base for other in others if into_first or other is not operand) or not is_free(base):
             continue
         if out is not None:
             return Reuse(*out, operand)

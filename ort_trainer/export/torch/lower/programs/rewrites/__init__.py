@@ -16,30 +16,41 @@ from .gelu import fuse_gelu
 from .halves import widen_products
 from .linear import open_products, use_onednn
 from .linear_cross_entropy import fuse_linear_cross_entropy
-from .views import drop_needless_casts, drop_needless_views
+from .rows import add_rows, select_rows
+from .views import drop_needless_casts, drop_needless_views, join_selects
 
 __all__ = ["rewrite", "rewrite_forward"]
 
 # In this order: widened products are fp32, which oneDNN needs.
 _REWRITES: tuple[Callable[..., None], ...] = (
     drop_needless_views,
+    join_selects,
     fuse_linear_cross_entropy,
     widen_products,
     use_onednn,
     fuse_cross_entropy,
     sum_bias_gradients,
+    add_rows,
 )
 # Inductor can't look into the operator that this inserts, so it would fuse less.
-_NOT_FOR_LOOPS = (fuse_cross_entropy,)
+_NOT_FOR_LOOPS = (fuse_cross_entropy, join_selects)
 # Made for the CPU, or read values, for which other devices would have to wait.
-_FOR_CPU = (fuse_linear_cross_entropy, widen_products, use_onednn, fuse_cross_entropy, sum_bias_gradients)
+_FOR_CPU = (fuse_linear_cross_entropy, widen_products, use_onednn, fuse_cross_entropy, sum_bias_gradients, add_rows)
 
 
-def rewrite_forward(graph: torch.fx.Graph) -> None:
-    """Speeds up a graph before it is differentiated, in place."""
+def rewrite_forward(graph: torch.fx.Graph, compiled: bool = False) -> None:
+    """Speeds up a graph before it is differentiated, in place.
+
+    Args:
+        graph: The graph.
+        compiled: Whether the graph will be compiled to loops.
+    """
     drop_needless_casts(graph)
     drop_plain_masks(graph)
     fuse_gelu(graph)
+    join_selects(graph)
+    if not compiled and runs_on_cpu(graph):
+        select_rows(graph)
 
 
 def rewrite(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
 
-from ....fx.values import is_view, same_sizes
+from ....fx.values import call, is_view, same_sizes
 
-__all__ = ["RESHAPES", "drop_needless_casts", "drop_needless_views"]
+__all__ = ["RESHAPES", "drop_needless_casts", "drop_needless_views", "join_selects"]
 
 aten = torch.ops.aten
 Node = torch.fx.Node
@@ -72,6 +73,34 @@ def _unchanged(node: Node) -> Node | None:
     if node.target in _OF_A_SHAPE:
         return source if same_sizes(node.meta["val"].shape, source.meta["val"].shape) else None
     return None
+
+
+def join_selects(graph: torch.fx.Graph) -> None:
+    """Takes most or all parts of a tensor by one operator, as each view costs a microsecond::
+
+        x -> select 0, x -> select 1, x -> select 2    =>    x -> unbind -> 0, 1, 2
+
+    Before differentiation, this makes the gradient of x a stack of theirs instead of a sum of tensors of its size, each
+    of which has one of them. PyTorch refuses to change such parts in place, so a graph with changes stays as it is.
+    """
+    if any(isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable for node in graph.nodes):
+        return
+    parts: dict[tuple[Node, Any], list[Node]] = {}
+    for node in graph.find_nodes(op="call_function", target=aten.select.int):
+        source, axis, place = node.args
+        while source.target is aten.slice.Tensor and _unchanged(source) is not None:
+            source = source.args[0]
+        if isinstance(source.meta["val"].shape[axis], int) and isinstance(place, int):
+            parts.setdefault((source, axis), []).append(node)
+    for (source, axis), nodes in parts.items():
+        value = source.meta["val"]
+        if len({node.args[2] for node in nodes}) < max(3, value.shape[axis] / 2):
+            continue
+        with graph.inserting_before(nodes[0]), value.fake_mode, torch.no_grad():
+            together = call(graph, aten.unbind.int, source, axis)
+        together.meta = {**nodes[0].meta, **together.meta}
+        for node in nodes:
+            node.target, node.args = operator.getitem, (together, node.args[2] % value.shape[axis])
 
 
 def drop_needless_casts(graph: torch.fx.Graph) -> None:
