@@ -113,7 +113,7 @@ def compiled(graphs: Mapping[str, torch.fx.GraphModule], symbols: SymbolTable) -
         def work(names: Iterable[str]) -> dict[str, Loops]:
             with torch.no_grad(), _whole(WHOLE), deterministic_kernels():
                 if not on_cpu:
-                    return {name: _as_one(graphs[name], samples[name], folder / name) for name in names}
+                    return {name: as_kernels(graphs[name], samples[name], folder / name) for name in names}
                 with mock.patch.object(AsyncCompile, "cpp_pybinding"):  # would compile each loop by itself, to run it
                     return {name: _as_functions(graphs[name], samples[name], folder / name) for name in names}
 
@@ -181,18 +181,8 @@ def _as_functions(module: torch.fx.GraphModule, sample: Sequence[torch.Tensor], 
     return {"loops": loops, "symbols": launch.symbols, "steps": launch.steps, "results": launch.results}
 
 
-def _as_one(module: torch.fx.GraphModule, sample: Sequence[torch.Tensor], folder: Path) -> Loops:
-    """Returns a graph as one step that launches its kernels, and PyTorch's."""
-    with inductor_works_in(folder):  # all of whose files are kept
-        loops = as_kernels(module, sample, folder)
-    (end,) = module.graph.find_nodes(op="output")
-    inputs, results = [{"x": index} for index in range(len(sample))], range(len(end.args[0]))
-    steps: list[Any] = [(RUN, [inputs], {}), *((GETITEM, [{"v": 0}, index], {}) for index in results)]
-    return {"loops": loops, "steps": steps, "results": [index + 1 for index in results]}
-
-
-def as_kernels(module: torch.fx.GraphModule, sample: Sequence[torch.Tensor], folder: Path) -> str:
-    """Returns a graph as source that launches kernels, in the form of ``engine.programs.loops``.
+def as_kernels(module: torch.fx.GraphModule, sample: Sequence[torch.Tensor], folder: Path) -> Loops:
+    """Returns a graph as one step that launches its kernels, and PyTorch's.
 
     Args:
         module: The graph.
@@ -200,7 +190,12 @@ def as_kernels(module: torch.fx.GraphModule, sample: Sequence[torch.Tensor], fol
         folder: Where Inductor works.
     """
     device = next((value.device for value in sample if value.device.type != "cpu"), sample[0].device)
-    return encode_kernels(_source(module, sample, _FOR_GPU), folder, device)
+    with inductor_works_in(folder):  # all of whose files are kept
+        loops = encode_kernels(_source(module, sample, _FOR_GPU), folder, device)
+    (end,) = module.graph.find_nodes(op="output")
+    inputs, results = [{"x": index} for index in range(len(sample))], range(len(end.args[0]))
+    steps: list[Any] = [(RUN, [inputs], {}), *((GETITEM, [{"v": 0}, index], {}) for index in results)]
+    return {"loops": loops, "steps": steps, "results": [index + 1 for index in results]}
 
 
 def _source(module: torch.fx.GraphModule, sample: Sequence[torch.Tensor], options: Mapping[str, Any]) -> str:
