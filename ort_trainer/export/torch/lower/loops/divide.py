@@ -179,13 +179,13 @@ def _can_be_compiled(node: Node, checked: Collection[Node]) -> bool:
         return _can_be_compiled(node.all_input_nodes[0], checked)
     if node.target in _OF_KNOWN_SIZES or (node.target in _AT_PLACES and node.all_input_nodes[0].op != "placeholder"):
         return False
-    if _has_sizes_of_values(node):
+    if _communicates(node) or _has_sizes_of_values(node):
         return False
     # A loop that finds an index out of range ends the process: threads can't raise errors.
     if node.target not in WHOLE and not all(_values_of(index) in checked for index in _indices(node)):
         return False
     assert isinstance(node.target, torch._ops.OpOverload)
-    return node.target.namespace not in (LIBRARY, COLLECTIVES) and "mkldnn_rnn" not in str(node.target)
+    return node.target.namespace != LIBRARY and "mkldnn_rnn" not in str(node.target)
 
 
 def _has_sizes_of_values(node: Node) -> bool:
