@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 import subprocess
@@ -200,6 +201,21 @@ def test_few_operators_between_others_stay_kernels() -> None:
         least = divide_for_loops(nodes[-5:], (), ())
     assert [(len(group), of_loops) for group, of_loops in divided if of_loops] == [(30, True)]
     assert [(len(group), of_loops) for group, of_loops in least if of_loops] == [(2, True), (1, True)]
+
+
+def test_without_loops_the_log_says_why(caplog: pytest.LogCaptureFixture) -> None:
+    def compute(x: torch.Tensor) -> torch.Tensor:
+        for _ in range(30):
+            x = x.sin().cos().tan()
+        return x
+
+    graph = make_fx(compute, tracing_mode="fake")(torch.randn(4)).graph
+    nodes = [node for node in graph.nodes if node.op == "call_function"]
+    caplog.set_level(logging.INFO)
+    with mock.patch.object(divide, "_can_be_compiled", lambda node, checked: not node.name.startswith("tan")):
+        divided = divide_for_loops(nodes, (), ())
+    assert not any(of_loops for _, of_loops in divided)
+    assert "no loops: at most 2 operators in a row can be compiled, and fewer than 6 are not worth it" in caplog.text
 
 
 def test_all_results_of_an_operator_stay_with_it() -> None:
