@@ -101,6 +101,7 @@ def test_the_faster_kernels_stay(
     again.train_step(*next(drawn))
     assert loops_run(again) == [loops_win]
     assert f"these kernels were chosen in an earlier run: {kernels}, as a step's passes took" in caplog.text
+    assert f"computed by PyTorch's kernels{' and compiled loops' * loops_win}: {tmp_path}" in caplog.text
     assert "compiling" not in caplog.text
 
 

@@ -19,6 +19,7 @@ from torch import nn
 from ...core.dims import fixed_dimensions
 from ...core.errors import IdleOptionError
 from ...engine.ort import preload
+from ...engine.programs.loops import LOOPS
 from ...step import Step
 from ..cache import Export, export_cache
 from .capture.answers import answers_of
@@ -238,7 +239,9 @@ class GraphBuilder:
         if graph.measured:
             _log.info("these kernels were chosen in an earlier run: %s", graph.measured)
         kind = f"{graph.kind} and backward" if export.backward else graph.kind
-        kernels = f", computed by {kinds(self.step.kernels)[0].title}" if graph.programs is not None else ""
+        graphs = [step.programs for step in (graph, *export.backward) if step.programs is not None]
+        has_loops = any(f'["{LOOPS}' in program for each in graphs for program in each.programs.values())
+        kernels = f", computed by {PROGRAMS.title}{' and compiled loops' * has_loops}" if graphs else ""
         if export.found:
             _log.info("loaded the %s graph from the cache in %.1f s%s: %s", kind, seconds, kernels, export.kept)
         else:
