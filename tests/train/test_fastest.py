@@ -136,7 +136,7 @@ def test_a_compilation_that_is_killed_changes_nothing(
     caplog.set_level(logging.INFO)
     ours, drawn = trainer_of(net()), batches()
     ours.train_step(*next(drawn))
-    ((compilation, _),) = ours._loop.graphs._compilations
+    (compilation,) = ours._loop.graphs._compilations
     os.kill(compilation._child, signal.SIGKILL)
     end = time.monotonic() + 20
     while ours._loop.graphs._compilations and time.monotonic() < end:

@@ -29,6 +29,7 @@ from .capture.eager import EagerStep, evaluate_eagerly, run_eagerly
 from .capture.isolation import can_differentiate, can_isolate, run_in_child
 from .capture.step_module import ExportedStep
 from .capture.torch_versions import is_tested
+from .compile_later import Compilation, objection
 from .lower.kinds import PROGRAMS, kinds
 from .outside.notes import Notes
 
@@ -107,7 +108,9 @@ class GraphBuilder:
             step = _for_fetching(step, fetched)
         return self._finished(dataclasses.replace(self, step=step)._exported(batch, training, branching))
 
-    def compile_later(self, batch: Mapping[str, torch.Tensor], fetched: Collection[str], step: Step) -> Any:
+    def compile_later(
+        self, batch: Mapping[str, torch.Tensor], fetched: Collection[str], step: Step
+    ) -> Compilation | None:
         """Begins to compile a training graph for the rival of its kernels, while training goes on.
 
         Args:
@@ -115,14 +118,11 @@ class GraphBuilder:
             step: What that has returned.
 
         Returns:
-            A :class:`~.compile_later.Compilation`; None if the kernels have no rival, were chosen before, or if nothing
-            can be compiled, which is logged.
+            None if the kernels have no rival, were chosen before, or if nothing can be compiled, which is logged.
         """
         rival = kinds(self.step.kernels)[0].rival
         if not rival or step.programs is None or step.measured:
             return None
-        from .compile_later import Compilation, objection
-
         reason = objection()
         if self.step.joint:
             reason = "several processes train together, and each would choose by itself"
