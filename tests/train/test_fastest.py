@@ -115,11 +115,8 @@ def test_where_nothing_can_be_compiled_it_is_auto(
     trainer_of(net()).train_step(*next(batches()))
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1}, raising=False)
     monkeypatch.setenv("CXX", "no-such-compiler")
-    ours, drawn = trainer_of(net()), batches()
-    end = time.monotonic() + 60
-    while "no-such-compiler" not in caplog.text and time.monotonic() < end:
-        ours.train_step(*next(drawn))
-        time.sleep(0.1)
+    ours = trainer_of(net())
+    ours.train_step(*next(batches()))
     if sys.platform == "linux":
         assert "training stays on PyTorch's kernels: there is one core only" in caplog.text
         assert "training stays on PyTorch's kernels: compiled loops need a C++ compiler" in caplog.text

@@ -26,6 +26,7 @@ from ...core.forked import end, end_with_parent, forked
 from ...step import Step
 from ..cache import Export, export_cache
 from .capture.isolation import can_isolate
+from .lower.loops.compiler import missing_compiler
 
 __all__ = ["Compilation", "objection"]
 
@@ -43,7 +44,9 @@ def objection() -> str:
             "an export can't run in a child process here, which needs Linux, the main thread, no CUDA, and no "
             "ORT_TRAINER_EXPORT_IN_PROCESS"
         )
-    return "there is one core only, which trains" if len(os.sched_getaffinity(0)) == 1 else ""
+    if len(os.sched_getaffinity(0)) == 1:
+        return "there is one core only, which trains"
+    return missing_compiler()
 
 
 class Compilation:

@@ -11,8 +11,6 @@ import contextlib
 import functools
 import json
 import os
-import shutil
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -42,6 +40,7 @@ from .....engine.programs.runner import deterministic_kernels
 from .....engine.programs.strides import IGNORING_STRIDES
 from ...capture.isolation import can_isolate
 from ...fx.symbols import SymbolTable
+from .compiler import missing_compiler
 from .divide import WHOLE
 from .launch import read_launch
 
@@ -75,20 +74,6 @@ _FOR_GPU: dict[str, Any] = {
 }
 
 
-def _require_compiler() -> None:
-    """Checks that there is a C++ compiler.
-
-    Raises:
-        ExportError: If there is none.
-    """
-    chosen = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "cl" if os.name == "nt" else "g++")
-    if shutil.which(chosen) is None:
-        raise ExportError(
-            f"compiled loops need a C++ compiler, but there is no {chosen!r}: install it (on Debian: apt install g++), "
-            "set the environment variable CXX to another one, or set utils.kernels to 'auto'"
-        )
-
-
 def compiled(graphs: Mapping[str, torch.fx.GraphModule], symbols: SymbolTable) -> dict[str, Loops]:
     """Returns graphs as loops, by the same names: attributes of a ``Program``, whose results have no memory order yet.
 
@@ -97,7 +82,7 @@ def compiled(graphs: Mapping[str, torch.fx.GraphModule], symbols: SymbolTable) -
         symbols: Their symbolic sizes, to which compiling may add conditions.
 
     Raises:
-        ExportError: If Inductor can't compile one of them.
+        ExportError: If Inductor can't compile one of them, or there is no compiler.
     """
     if not graphs:
         return {}
@@ -106,8 +91,8 @@ def compiled(graphs: Mapping[str, torch.fx.GraphModule], symbols: SymbolTable) -
         for name, graph in graphs.items()
     }
     on_cpu = all(value.device.type == "cpu" for sample in samples.values() for value in sample)
-    if on_cpu:
-        _require_compiler()
+    if on_cpu and (reason := missing_compiler()):
+        raise ExportError(reason)
     with temporary_folder() as folder:
 
         def work(names: Iterable[str]) -> dict[str, Loops]:
