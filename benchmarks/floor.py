@@ -16,15 +16,15 @@ import functools
 import sys
 from typing import Any
 
-from step_rows import LOOPS, OURS, ROWS, Row, kernels_of, ort_training
+from contenders import FLOOR, LOOPS, OURS
+from step_rows import ROWS, Row, kernels_of, ort_training
 from turns import Contender, Training, measure, ratio, serve
 from versions import ENGINES, versions
 
 from ort_trainer.profiling.figures import is_product
 
-__all__ = ["FLOOR", "floor_training"]
+__all__ = ["floor_training"]
 
-FLOOR = "products alone"
 CONTENDERS = (OURS, LOOPS, FLOOR)
 LIMIT = 1.3
 SHOWN = 6

@@ -12,11 +12,8 @@ from turns import Training
 if TYPE_CHECKING:
     from step_models import Batch
 
-__all__ = ["HALVES", "LOOPS", "OURS", "ROWS", "Row", "kernels_of", "ort_training"]
+__all__ = ["HALVES", "ROWS", "Row", "kernels_of", "ort_training"]
 
-# Contenders of more than one script: ort_trainer, and behind a comma its kernels.
-OURS = "ort_trainer"
-LOOPS = f"{OURS}, compiled"
 HALVES = {"bf16": "bfloat16", "fp16": "float16"}
 
 

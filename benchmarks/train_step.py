@@ -25,8 +25,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from floor import FLOOR, floor_training
-from step_rows import HALVES, LOOPS, OURS, ROWS, Row, kernels_of, ort_training
+from contenders import COMPILE, CONTENDERS, EAGER, FASTEST, FLOOR, LEGACY, MODULE, ONNX, OURS
+from floor import floor_training
+from step_rows import HALVES, ROWS, Row, kernels_of, ort_training
 from turns import Contender, Result, Training, measure, ratio, serve
 from versions import ENGINES, versions
 
@@ -35,9 +36,6 @@ LEGACY_PYTHON = ROOT / ".legacy" / "bin" / "python"
 RESULTS = ROOT / "benchmarks" / "results"
 PACKAGES = ("torch", *ENGINES, "onnx", "onnxscript", "transformers")
 
-EAGER, COMPILE, MODULE, LEGACY = "eager", "compile", "ORTModule", "legacy 1.16.3"
-FASTEST, ONNX = f"{OURS}, fastest", f"{OURS}, onnxruntime"
-CONTENDERS = (EAGER, COMPILE, MODULE, OURS, LOOPS, FASTEST, ONNX, LEGACY, FLOOR)
 QUICK = (EAGER, MODULE, OURS)
 LARGE = ("bert-base", "gpt2-base", "resnet50", "bert-lora", "gpt2-lora")
 SLOW_ROWS = (*LARGE, "bert-no-dropout", "gpt2-no-dropout", "bert-accumulation")

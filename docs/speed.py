@@ -4,29 +4,32 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from html import escape
 from pathlib import Path
 from typing import Any
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
+
+from contenders import COMPILE, EAGER, FASTEST, FLOOR, LEGACY, LOOPS, MODULE, ONNX, OURS
 
 __all__ = ["Results", "blocks", "pictures", "read_results"]
 
 # What benchmarks/train_step.py has written: by version, then by row.
 Results = Mapping[str, Any]
 
-_EAGER, _OURS, _LOOPS, _ONNX = "eager", "ort_trainer", "ort_trainer, compiled", "ort_trainer, onnxruntime"
-_FLOOR = "products alone"
 # Contender -> label and color. All colors can be read on white and on black.
 _CONTENDERS = {
-    "compile": ("torch.compile", "#a08a4f"),
-    "ORTModule": ("ORTModule", "#5aa469"),
-    _OURS: ("ort_trainer", "#2f81d6"),
-    _LOOPS: ("compiled loops", "#8a6fbf"),
-    "ort_trainer, fastest": ("fastest", "#3fa7a0"),
-    _ONNX: ("ONNX Runtime", "#c9772e"),
-    "legacy 1.16.3": ("legacy 1.16.3", "#b5577d"),
+    COMPILE: ("torch.compile", "#a08a4f"),
+    MODULE: ("ORTModule", "#5aa469"),
+    OURS: ("ort_trainer", "#2f81d6"),
+    LOOPS: ("compiled loops", "#8a6fbf"),
+    FASTEST: ("fastest", "#3fa7a0"),
+    ONNX: ("ONNX Runtime", "#c9772e"),
+    LEGACY: ("legacy 1.16.3", "#b5577d"),
 }
-_OVER_RELEASES = ("compile", _OURS)
+_OVER_RELEASES = (COMPILE, OURS)
 _IN_README = {"mlp", "convolutions", "resnet18", "lstm", "bert", "gpt2", "llama", "unet"}
 _TEXT = "#7a7f87"
 # The bars' left end, the first row's top, the length of the longest bar, and the heights of a bar and between rows.
@@ -50,7 +53,7 @@ def pictures(results: Results) -> dict[str, str]:
     def bars(value: Any, chosen: Mapping[str, Any] = rows, contenders: Any = _CONTENDERS) -> Bars:
         found = {row["label"]: _measured(row) for row in chosen.values()}
         return {
-            label: {name: value(figures[name], figures[_EAGER]) for name in contenders if name in figures}
+            label: {name: value(figures[name], figures[EAGER]) for name in contenders if name in figures}
             for label, figures in found.items()
         }
 
@@ -71,10 +74,10 @@ def pictures(results: Results) -> dict[str, str]:
     }
     steps = "Steps in the time of one in eager PyTorch"
     return {
-        "against_eager": _drawn(steps, bars(speed, readme, ("compile", _OURS, _LOOPS)), "eager"),
+        "against_eager": _drawn(steps, bars(speed, readme, (COMPILE, OURS, LOOPS)), "eager"),
         "speed": _drawn(steps, bars(speed), "eager"),
         "memory": _drawn("Peak memory, as a multiple of eager PyTorch's", bars(memory), "eager"),
-        "starts": _drawn("Seconds to the first step, in a second process", bars(again, rows, (_EAGER, *_CONTENDERS))),
+        "starts": _drawn("Seconds to the first step, in a second process", bars(again, rows, (EAGER, *_CONTENDERS))),
         "releases": _drawn(f"{steps}: mean of {len(common)} models", releases, "eager"),
     }
 
@@ -143,9 +146,9 @@ def blocks(results: Results) -> dict[str, list[str]]:
 
 def _sentence(rows: Mapping[str, Any]) -> Iterator[str]:
     """Yields the means as a sentence, for pages that have no table."""
-    means = {name: _speeds(rows.values(), name) for name in (_OURS, _LOOPS, "ORTModule")}
+    means = {name: _speeds(rows.values(), name) for name in (OURS, LOOPS, MODULE)}
     ours, loops, module = (f"{_mean(found):.2f}" if found else "unknown" for found in means.values())
-    speeds = means[_OURS].values()
+    speeds = means[OURS].values()
     yield f"On two CPU cores, steps of {len(rows)} models are {ours} times as fast as eager PyTorch's in the geometric"
     yield f"mean ({min(speeds):.2f} to {max(speeds):.2f}); {loops} with compiled loops; {module} with `ORTModule`."
 
@@ -173,17 +176,17 @@ def _table(rows: Mapping[str, Any]) -> Iterator[str]:
     )
     yield "|---|---|---|---|---|---|---|---|---|"
     for row in rows.values():
-        floor = row["contenders"].get(_FLOOR, {}).get("ms")
+        floor = row["contenders"].get(FLOOR, {}).get("ms")
         for name, found in row["contenders"].items():
-            if name == _FLOOR:
+            if name == FLOOR:
                 continue
             head = f"| {row['title']} | {_CONTENDERS.get(name, (name,))[0]} |"
             if "ms" not in found:
                 yield f"{head} fails |{' - |' * 6}"
                 continue
             middle, low, high = found["speed"]
-            speed = "1" if name == _EAGER else f"**{middle:.2f}** ({low:.2f} - {high:.2f})"
+            speed = "1" if name == EAGER else f"**{middle:.2f}** ({low:.2f} - {high:.2f})"
             first, second = (*map(str, found["starts"]), "-")[:2]
-            share = found["MB"] / row["contenders"][_EAGER]["MB"]
+            share = found["MB"] / row["contenders"][EAGER]["MB"]
             above = f"{found['ms'] / floor:.2f}" if floor else "-"
             yield f"{head} {found['ms']:.4g} | {speed} | {above} | {found['MB']} | {share:.2f} | {first} | {second} |"

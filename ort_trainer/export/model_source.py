@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import onnx_ir as ir
 
     from .torch.capture.eager import EagerStep
+    from .torch.compile_later import Compilation
 
 __all__ = [
     "Builder",
@@ -53,7 +54,7 @@ class Builder(Protocol):
         """
         ...
 
-    def compile_later(self, batch: Named, fetched: Sequence[str], step: Step) -> Any:
+    def compile_later(self, batch: Named, fetched: Sequence[str], step: Step) -> Compilation | None:
         """Begins to compile a training graph for other kernels; see ``export/torch/builder.py``."""
         ...
 

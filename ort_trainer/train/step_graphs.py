@@ -19,6 +19,7 @@ from ..engine.memory import return_freed_memory
 from ..export import Builder, ModelSource
 from ..export.nested import Layout, argument_of, constants_of, flatten, has_tensors
 from ..export.torch.capture.eager import EagerStep
+from ..export.torch.compile_later import Compilation
 from ..options import ModelDescription
 from ..step import Step
 from .batch import Batch, InputTypeError, check_batch, read_batch, to_tensor, unpack
@@ -84,7 +85,7 @@ class StepGraphs:
         self._sample: dict[str, tuple[torch.Size, torch.dtype]] | None = None
         self.leaves: dict[int, Any] = {}
         self.has_started = False
-        self._compilations: list[tuple[Any, Step]] = []
+        self._compilations: list[Compilation] = []
         if not isinstance(model_desc, str):
             self._set_description(ModelDescription(model_desc))
         elif model_desc != "auto":
@@ -445,18 +446,19 @@ class StepGraphs:
         if training and len(self._compilations) < _MAXIMUM_COMPILATIONS:
             compilation = self._builder(batch).compile_later(batch.as_given(), names, step)
             if compilation is not None:
-                self._compilations.append((compilation, step))
+                self._compilations.append(compilation)
         elif training:
             _log.info("this graph stays on PyTorch's kernels: others are being compiled already")
 
     def _take_compiled(self, executor: Executor) -> None:
         """Lets graphs that were compiled meanwhile take turns with those that train."""
         compilations, self._compilations = self._compilations, []
-        for compilation, step in compilations:
+        for compilation in compilations:
+            step = compilation.step
             try:
                 rival = compilation.result()
                 if rival is None:
-                    self._compilations.append((compilation, step))
+                    self._compilations.append(compilation)
                     continue
                 executor.add_rival(step, rival, functools.partial(_chosen, compilation))
             except (ExportError, RuntimeError, ValueError) as error:
@@ -516,7 +518,7 @@ class StepGraphs:
         return None
 
 
-def _chosen(compilation: Any, won: bool, seconds: tuple[float, float]) -> None:
+def _chosen(compilation: Compilation, won: bool, seconds: tuple[float, float]) -> None:
     """Logs and keeps the choice between PyTorch's kernels and compiled loops."""
     own, others = (1000 * each for each in seconds)
     winner = "compiled loops" if won else "PyTorch's kernels"

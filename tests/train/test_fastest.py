@@ -101,6 +101,7 @@ def test_the_faster_kernels_stay(
     again.train_step(*next(drawn))
     assert loops_run(again) == [loops_win]
     assert f"these kernels were chosen in an earlier run: {kernels}, as a step's passes took" in caplog.text
+    assert f"computed by PyTorch's kernels{' and compiled loops' * loops_win}: {tmp_path}" in caplog.text
     assert "compiling" not in caplog.text
 
 
@@ -114,11 +115,8 @@ def test_where_nothing_can_be_compiled_it_is_auto(
     trainer_of(net()).train_step(*next(batches()))
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1}, raising=False)
     monkeypatch.setenv("CXX", "no-such-compiler")
-    ours, drawn = trainer_of(net()), batches()
-    end = time.monotonic() + 60
-    while "no-such-compiler" not in caplog.text and time.monotonic() < end:
-        ours.train_step(*next(drawn))
-        time.sleep(0.1)
+    ours = trainer_of(net())
+    ours.train_step(*next(batches()))
     if sys.platform == "linux":
         assert "training stays on PyTorch's kernels: there is one core only" in caplog.text
         assert "training stays on PyTorch's kernels: compiled loops need a C++ compiler" in caplog.text
@@ -135,7 +133,7 @@ def test_a_compilation_that_is_killed_changes_nothing(
     caplog.set_level(logging.INFO)
     ours, drawn = trainer_of(net()), batches()
     ours.train_step(*next(drawn))
-    ((compilation, _),) = ours._loop.graphs._compilations
+    (compilation,) = ours._loop.graphs._compilations
     os.kill(compilation._child, signal.SIGKILL)
     end = time.monotonic() + 20
     while ours._loop.graphs._compilations and time.monotonic() < end:

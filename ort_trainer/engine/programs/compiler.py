@@ -58,12 +58,12 @@ def _tensor(name: str, constant: Constant) -> torch.Tensor:
 
 
 class _Line(NamedTuple):
-    """A line of the source; it is omitted if no needed line reads the variable that it sets."""
+    """A line of the source; it is omitted if no needed line reads the variable that it sets, unless it is to stay."""
 
-    text: str
-    sets: str = ""
-    reads: Sequence[str] = ()
-    keep: bool = False  # even so
+    sets: str
+    expression: str
+    reads: Sequence[str]
+    stays: bool
 
 
 def compiled(
@@ -148,7 +148,7 @@ class _Compiler:
                 arguments.append(f"device={self._name(self._device)}")
             call_of = f"{self._name(program.function(target, self._device))}({', '.join(arguments)})"
             # Between loops, a step may write memory that others read.
-            sources["v", index] = self._set(call_of, reads, keep=bool(program.loops))
+            sources["v", index] = self._set(call_of, reads, stays=bool(program.loops))
             self._mark()
         for name, (step, order) in zip(call.outputs, program.results, strict=True):
             value = self._permuted(sources["v", step], order)
@@ -171,16 +171,16 @@ class _Compiler:
         """Returns the variable of a value with permuted dimensions; the same one if the order is None."""
         return value if order is None else self._set(f"{value}.permute({[int(axis) for axis in order]})", [value])
 
-    def _set(self, expression: str, reads: Sequence[str], keep: bool = False) -> str:
+    def _set(self, expression: str, reads: Sequence[str], stays: bool = False) -> str:
         """Adds a line that computes something; returns the variable."""
         variable = self._variable()
-        self._lines.append(_Line(f"{variable} = {expression}", variable, reads, keep))
+        self._lines.append(_Line(variable, expression, reads, stays))
         return variable
 
     def _mark(self) -> None:
         """Adds a line that records the time, if times are recorded."""
         if self._timed:
-            self._lines.append(_Line("mark(now())"))
+            self._set("mark(now())", (), stays=True)
 
     def _variable(self) -> str:
         """Returns the name of a new variable."""
@@ -227,14 +227,13 @@ def _freeing(lines: Sequence[_Line], inputs: Sequence[str], results: Sequence[st
     needed = set(results)
     kept: list[str] = []  # from the last line to the first, so that the first read that is met is the last one
     for line in reversed(lines):
-        unread = bool(line.sets) and line.sets not in needed
-        if unread and not line.keep:
+        is_read = line.sets in needed
+        if not is_read and not line.stays:
             continue
         last = [name for name in dict.fromkeys(line.reads) if name not in needed and not name.startswith("g")]
-        last += [line.sets] * unread
         needed.update(line.reads)
         kept += [f"del {', '.join(last)}"] if last else []
-        kept.append(line.text)
+        kept.append(f"{line.sets} = {line.expression}" if is_read else line.expression)
     unused = [name for name in inputs if name not in needed]
     kept += [f"del {', '.join(unused)}"] if unused else []
     return kept[::-1]

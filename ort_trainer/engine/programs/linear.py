@@ -88,16 +88,13 @@ def _by_groups(first: torch.Tensor, second: torch.Tensor, ends: torch.Tensor) ->
     """Returns what :func:`grouped_mm` does, where PyTorch's loop over the groups calls a slow MKL."""
     result, start = grouped_mm_fake(first, second, ends), 0
     for group, end in enumerate(ends.tolist()):
+        rest = end - (end - start) % _ROWS
         if second.dim() == 3:
-            rows, matrix, of_group = first[start:end], second[group], result[start:end]
-            whole = len(rows) // _ROWS * _ROWS
-            of_group[:whole] = linear(rows[:whole], matrix.t(), None)
-            torch.mm(rows[whole:], matrix, out=of_group[whole:])
+            result[start:rest] = linear(first[start:rest], second[group].t(), None)
+            torch.mm(first[rest:end], second[group], out=result[rest:end])
         else:
-            left, right, of_group = first[:, start:end], second[start:end], result[group]
-            whole = len(right) // _ROWS * _ROWS
-            torch.mm(left[:, whole:], right[whole:], out=of_group)
-            of_group += linear(left[:, :whole], right[:whole].t(), None)
+            torch.mm(first[:, rest:end], second[rest:end], out=result[group])
+            result[group] += linear(first[:, start:rest], second[start:rest].t(), None)
         start = end
     return result
 

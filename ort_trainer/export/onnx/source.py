@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import onnx
 import onnx_ir as ir
@@ -19,6 +18,7 @@ from ..model_source import Builder, Layouts, Named
 from ..nested import Layout
 from ..torch import GraphBuilder, LossFunction
 from ..torch.capture.eager import EagerStep
+from ..torch.compile_later import Compilation
 from ..torch.model import TorchSource
 from .describe import describe_onnx, input_dtypes
 from .load import OnnxModel, load_onnx_model
@@ -137,7 +137,7 @@ class _Builder:
                 )
         return self.builder.build(batch, training, fetched, padded, branching)
 
-    def compile_later(self, batch: Named, fetched: Sequence[str], step: Step) -> Any:
+    def compile_later(self, batch: Named, fetched: Sequence[str], step: Step) -> Compilation | None:
         """Begins to compile a training graph for other kernels; see the protocol."""
         return self.builder.compile_later(batch, fetched, step)
 

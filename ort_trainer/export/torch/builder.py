@@ -19,6 +19,7 @@ from torch import nn
 from ...core.dims import fixed_dimensions
 from ...core.errors import IdleOptionError
 from ...engine.ort import preload
+from ...engine.programs.loops import LOOPS
 from ...step import Step
 from ..cache import Export, export_cache
 from .capture.answers import answers_of
@@ -28,6 +29,7 @@ from .capture.eager import EagerStep, evaluate_eagerly, run_eagerly
 from .capture.isolation import can_differentiate, can_isolate, run_in_child
 from .capture.step_module import ExportedStep
 from .capture.torch_versions import is_tested
+from .compile_later import Compilation, objection
 from .lower.kinds import PROGRAMS, kinds
 from .outside.notes import Notes
 
@@ -106,7 +108,9 @@ class GraphBuilder:
             step = _for_fetching(step, fetched)
         return self._finished(dataclasses.replace(self, step=step)._exported(batch, training, branching))
 
-    def compile_later(self, batch: Mapping[str, torch.Tensor], fetched: Collection[str], step: Step) -> Any:
+    def compile_later(
+        self, batch: Mapping[str, torch.Tensor], fetched: Collection[str], step: Step
+    ) -> Compilation | None:
         """Begins to compile a training graph for the rival of its kernels, while training goes on.
 
         Args:
@@ -114,14 +118,11 @@ class GraphBuilder:
             step: What that has returned.
 
         Returns:
-            A :class:`~.compile_later.Compilation`; None if the kernels have no rival, were chosen before, or if nothing
-            can be compiled, which is logged.
+            None if the kernels have no rival, were chosen before, or if nothing can be compiled, which is logged.
         """
         rival = kinds(self.step.kernels)[0].rival
         if not rival or step.programs is None or step.measured:
             return None
-        from .compile_later import Compilation, objection
-
         reason = objection()
         if self.step.joint:
             reason = "several processes train together, and each would choose by itself"
@@ -238,7 +239,9 @@ class GraphBuilder:
         if graph.measured:
             _log.info("these kernels were chosen in an earlier run: %s", graph.measured)
         kind = f"{graph.kind} and backward" if export.backward else graph.kind
-        kernels = f", computed by {kinds(self.step.kernels)[0].title}" if graph.programs is not None else ""
+        graphs = [step.programs for step in (graph, *export.backward) if step.programs is not None]
+        has_loops = any(f'["{LOOPS}' in program for each in graphs for program in each.programs.values())
+        kernels = f", computed by {PROGRAMS.title}{' and compiled loops' * has_loops}" if graphs else ""
         if export.found:
             _log.info("loaded the %s graph from the cache in %.1f s%s: %s", kind, seconds, kernels, export.kept)
         else:

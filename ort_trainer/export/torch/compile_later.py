@@ -26,6 +26,7 @@ from ...core.forked import end, end_with_parent, forked
 from ...step import Step
 from ..cache import Export, export_cache
 from .capture.isolation import can_isolate
+from .lower.loops.compiler import missing_compiler
 
 __all__ = ["Compilation", "objection"]
 
@@ -43,7 +44,9 @@ def objection() -> str:
             "an export can't run in a child process here, which needs Linux, the main thread, no CUDA, and no "
             "ORT_TRAINER_EXPORT_IN_PROCESS"
         )
-    return "there is one core only, which trains" if len(os.sched_getaffinity(0)) == 1 else ""
+    if len(os.sched_getaffinity(0)) == 1:
+        return "there is one core only, which trains"
+    return missing_compiler()
 
 
 class Compilation:
@@ -52,10 +55,13 @@ class Compilation:
     Args:
         step: The graph for the kernels that train until then.
         export: Exports the other one; called in the child.
+
+    Attributes:
+        step: As given.
     """
 
     def __init__(self, step: Step, export: Callable[[], Export]) -> None:
-        self._step = step
+        self.step = step
         self._file: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the child writes
 
         def answer(writer: int) -> None:
@@ -92,8 +98,8 @@ class Compilation:
         if answer[:1] != b"+":
             raise ExportError(answer[1:].decode() or "the process that compiled has died")
         self._export = Export.from_bytes(answer[1:])
-        step = dataclasses.replace(self._export.step, kept=self._step.kept)
-        differing = [name for name in _INTERFACE if getattr(step, name) != getattr(self._step, name)]
+        step = dataclasses.replace(self._export.step, kept=self.step.kept)
+        differing = [name for name in _INTERFACE if getattr(step, name) != getattr(self.step, name)]
         if differing or step.assumptions:
             raise ExportError(f"the compiled graph has other {', '.join(differing) or 'branches'}")
         return step
@@ -105,7 +111,7 @@ class Compilation:
             won: Whether the graph of this compilation is the faster one.
             why: What was measured.
         """
-        cache, key = export_cache(), Path(self._step.kept).stem
+        cache, key = export_cache(), Path(self.step.kept).stem
         if cache is None or not key:
             return
         export = self._export

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 import subprocess
@@ -20,7 +21,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from ort_trainer import ExportError, optim
 from ort_trainer.engine.programs import Program
 from ort_trainer.engine.programs.compiler import LoadedCall, compiled
-from ort_trainer.engine.programs.loops import EMPTY, RUN, VIEW, encode, encode_kernels, inductor_works_in, load
+from ort_trainer.engine.programs.loops import EMPTY, RUN, VIEW, encode, encode_kernels, load
 from ort_trainer.export.torch.fx.values import is_view
 from ort_trainer.export.torch.lower.loops import compile, divide
 from ort_trainer.export.torch.lower.loops.compile import as_kernels
@@ -57,8 +58,8 @@ def test_source_that_launches_kernels_runs_in_another_folder(tmp_path: Path) -> 
     inputs = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
     sample = (*inputs[:2], inputs[0])  # one object for two inputs, as from equal layers
     folder = tmp_path / "inductor"
-    with torch.no_grad(), inductor_works_in(folder):
-        text = as_kernels(module, sample, folder)
+    with torch.no_grad():
+        text = as_kernels(module, sample, folder)["loops"]
     shutil.rmtree(folder)
     run = load(text, torch.device("cpu"))[RUN]
     for rows in (3, 7):
@@ -200,6 +201,21 @@ def test_few_operators_between_others_stay_kernels() -> None:
         least = divide_for_loops(nodes[-5:], (), ())
     assert [(len(group), of_loops) for group, of_loops in divided if of_loops] == [(30, True)]
     assert [(len(group), of_loops) for group, of_loops in least if of_loops] == [(2, True), (1, True)]
+
+
+def test_without_loops_the_log_says_why(caplog: pytest.LogCaptureFixture) -> None:
+    def compute(x: torch.Tensor) -> torch.Tensor:
+        for _ in range(30):
+            x = x.sin().cos().tan()
+        return x
+
+    graph = make_fx(compute, tracing_mode="fake")(torch.randn(4)).graph
+    nodes = [node for node in graph.nodes if node.op == "call_function"]
+    caplog.set_level(logging.INFO)
+    with mock.patch.object(divide, "_can_be_compiled", lambda node, checked: not node.name.startswith("tan")):
+        divided = divide_for_loops(nodes, (), ())
+    assert not any(of_loops for _, of_loops in divided)
+    assert "no loops: at most 2 operators in a row can be compiled, and fewer than 6 are not worth it" in caplog.text
 
 
 def test_all_results_of_an_operator_stay_with_it() -> None:

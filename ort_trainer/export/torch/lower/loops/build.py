@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import json
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch.fx.node import map_arg
 
 from .....engine.programs import Program
 from .....engine.programs.program import Order
-from .....step.program_graph import ProgramGraph
 from ...fx.symbols import SymbolTable
 from ...fx.values import Node, call, is_view, needed_for, tensors_of
 from ...graph.divide import part_of
@@ -46,16 +43,13 @@ class LoopBuilder(ProgramBuilder):
         self._loops = {node for program, of_loops in divided if of_loops for node in program}
         self._uncompiled: dict[str, torch.fx.GraphModule] = {}
 
-    def build(self) -> ProgramGraph:
-        """Returns the graph; see the base class."""
-        graph = super().build()
+    def _finished(self) -> Mapping[str, Program]:
         assert isinstance(self._named.symbols, SymbolTable)
         loops = compiled(self._uncompiled, self._named.symbols)
-        programs = {key: _with_loops(json.loads(text), loops) for key, text in graph.programs.items()}
-        compiled_calls = (call for call in graph.calls if programs[call.program]["loops"])
-        self.operators |= {call.name: [None] * len(programs[call.program]["steps"]) for call in compiled_calls}
-        texts = {key: json.dumps(program, separators=(",", ":")) for key, program in programs.items()}
-        return dataclasses.replace(graph, programs=texts)
+        programs = {key: _with_loops(program, loops) for key, program in self._written.items()}
+        called = {call.name: programs[call.program] for call in self._calls}
+        self.operators |= {name: [None] * len(program.steps) for name, program in called.items() if program.loops}
+        return programs
 
     def _encoder(self, nodes: Sequence[Node]) -> WritesProgram:
         if self._loops.isdisjoint(nodes):
@@ -63,13 +57,14 @@ class LoopBuilder(ProgramBuilder):
         return _LoopsEncoder(self._graph, self._named.sizes, self._orders, self._values, self._uncompiled)
 
 
-def _with_loops(program: dict[str, Any], loops: Mapping[str, Loops]) -> dict[str, Any]:
+def _with_loops(program: Program, loops: Mapping[str, Loops]) -> Program:
     """Returns a program with its loops in place of their key."""
-    if not program["loops"]:
+    if not program.loops:
         return program
-    found = loops[program["loops"]]
-    results = [(step, order) for step, (_, order) in zip(found["results"], program["results"], strict=True)]
-    return {**program, **found, "results": results}
+    attributes = loops[program.loops]
+    orders = [order for _, order in program.results]
+    results = [*zip(attributes["results"], orders, strict=True)]
+    return dataclasses.replace(program, **{**attributes, "results": results})
 
 
 class _LoopsEncoder:

@@ -11,8 +11,6 @@ import contextlib
 import functools
 import json
 import os
-import shutil
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -42,6 +40,7 @@ from .....engine.programs.runner import deterministic_kernels
 from .....engine.programs.strides import IGNORING_STRIDES
 from ...capture.isolation import can_isolate
 from ...fx.symbols import SymbolTable
+from .compiler import missing_compiler
 from .divide import WHOLE
 from .launch import read_launch
 
@@ -75,20 +74,6 @@ _FOR_GPU: dict[str, Any] = {
 }
 
 
-def _require_compiler() -> None:
-    """Checks that there is a C++ compiler.
-
-    Raises:
-        ExportError: If there is none.
-    """
-    chosen = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "cl" if os.name == "nt" else "g++")
-    if shutil.which(chosen) is None:
-        raise ExportError(
-            f"compiled loops need a C++ compiler, but there is no {chosen!r}: install it (on Debian: apt install g++), "
-            "set the environment variable CXX to another one, or set utils.kernels to 'auto'"
-        )
-
-
 def compiled(graphs: Mapping[str, torch.fx.GraphModule], symbols: SymbolTable) -> dict[str, Loops]:
     """Returns graphs as loops, by the same names: attributes of a ``Program``, whose results have no memory order yet.
 
@@ -97,7 +82,7 @@ def compiled(graphs: Mapping[str, torch.fx.GraphModule], symbols: SymbolTable) -
         symbols: Their symbolic sizes, to which compiling may add conditions.
 
     Raises:
-        ExportError: If Inductor can't compile one of them.
+        ExportError: If Inductor can't compile one of them, or there is no compiler.
     """
     if not graphs:
         return {}
@@ -106,14 +91,14 @@ def compiled(graphs: Mapping[str, torch.fx.GraphModule], symbols: SymbolTable) -
         for name, graph in graphs.items()
     }
     on_cpu = all(value.device.type == "cpu" for sample in samples.values() for value in sample)
-    if on_cpu:
-        _require_compiler()
+    if on_cpu and (reason := missing_compiler()):
+        raise ExportError(reason)
     with temporary_folder() as folder:
 
         def work(names: Iterable[str]) -> dict[str, Loops]:
             with torch.no_grad(), _whole(WHOLE), deterministic_kernels():
                 if not on_cpu:
-                    return {name: _as_one(graphs[name], samples[name], folder / name) for name in names}
+                    return {name: as_kernels(graphs[name], samples[name], folder / name) for name in names}
                 with mock.patch.object(AsyncCompile, "cpp_pybinding"):  # would compile each loop by itself, to run it
                     return {name: _as_functions(graphs[name], samples[name], folder / name) for name in names}
 
@@ -181,18 +166,8 @@ def _as_functions(module: torch.fx.GraphModule, sample: Sequence[torch.Tensor], 
     return {"loops": loops, "symbols": launch.symbols, "steps": launch.steps, "results": launch.results}
 
 
-def _as_one(module: torch.fx.GraphModule, sample: Sequence[torch.Tensor], folder: Path) -> Loops:
-    """Returns a graph as one step that launches its kernels, and PyTorch's."""
-    with inductor_works_in(folder):  # all of whose files are kept
-        loops = as_kernels(module, sample, folder)
-    (end,) = module.graph.find_nodes(op="output")
-    inputs, results = [{"x": index} for index in range(len(sample))], range(len(end.args[0]))
-    steps: list[Any] = [(RUN, [inputs], {}), *((GETITEM, [{"v": 0}, index], {}) for index in results)]
-    return {"loops": loops, "steps": steps, "results": [index + 1 for index in results]}
-
-
-def as_kernels(module: torch.fx.GraphModule, sample: Sequence[torch.Tensor], folder: Path) -> str:
-    """Returns a graph as source that launches kernels, in the form of ``engine.programs.loops``.
+def as_kernels(module: torch.fx.GraphModule, sample: Sequence[torch.Tensor], folder: Path) -> Loops:
+    """Returns a graph as one step that launches its kernels, and PyTorch's.
 
     Args:
         module: The graph.
@@ -200,7 +175,12 @@ def as_kernels(module: torch.fx.GraphModule, sample: Sequence[torch.Tensor], fol
         folder: Where Inductor works.
     """
     device = next((value.device for value in sample if value.device.type != "cpu"), sample[0].device)
-    return encode_kernels(_source(module, sample, _FOR_GPU), folder, device)
+    with inductor_works_in(folder):  # all of whose files are kept
+        loops = encode_kernels(_source(module, sample, _FOR_GPU), folder, device)
+    (end,) = module.graph.find_nodes(op="output")
+    inputs, results = [{"x": index} for index in range(len(sample))], range(len(end.args[0]))
+    steps: list[Any] = [(RUN, [inputs], {}), *((GETITEM, [{"v": 0}, index], {}) for index in results)]
+    return {"loops": loops, "steps": steps, "results": [index + 1 for index in results]}
 
 
 def _source(module: torch.fx.GraphModule, sample: Sequence[torch.Tensor], options: Mapping[str, Any]) -> str:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import collections
 import itertools
+import logging
+import math
 import operator
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -26,6 +28,7 @@ __all__ = ["WHOLE", "divide_for_loops"]
 
 aten = torch.ops.aten
 ort_ops = torch.ops.ort_trainer
+_log = logging.getLogger(__name__)
 
 # PyTorch's kernels for these are faster than the loops that Inductor writes; the sum of an embedding's gradients would
 # also depend on how threads run. For the gradient of a convolution Inductor writes none.
@@ -106,7 +109,15 @@ def divide_for_loops(
     main = itertools.groupby((node for node in others if node not in last_of_all), compiled.__getitem__)
     divided = [(first, False), *((list(group), of_loops) for of_loops, group in main), (behind, False), (later, False)]
     parts = [(part, of_loops) for group, of_loops in divided for part in _split_after(last, group)]
-    fewest = min(_FEWEST, _LEAST_SHARE * sum(_computes(node) for node in nodes if compiled[node]))
+    share = _LEAST_SHARE * sum(_computes(node) for node in nodes if compiled[node])
+    fewest = max(1, math.ceil(min(_FEWEST, share)))
+    longest = max((sum(map(_computes, part)) for part, of_loops in parts if of_loops), default=0)
+    if longest < fewest:
+        _log.info(
+            "no loops: at most %d operators in a row can be compiled, and fewer than %d are not worth it",
+            longest,
+            fewest,
+        )
     parts = [(part, of_loops and sum(map(_computes, part)) >= fewest) for part, of_loops in parts]
     return [(each, of_loops) for part, of_loops in parts for each in (_by_layers(part) if of_loops else [part])]
 
@@ -179,13 +190,13 @@ def _can_be_compiled(node: Node, checked: Collection[Node]) -> bool:
         return _can_be_compiled(node.all_input_nodes[0], checked)
     if node.target in _OF_KNOWN_SIZES or (node.target in _AT_PLACES and node.all_input_nodes[0].op != "placeholder"):
         return False
-    if _has_sizes_of_values(node):
+    if _communicates(node) or _has_sizes_of_values(node):
         return False
     # A loop that finds an index out of range ends the process: threads can't raise errors.
     if node.target not in WHOLE and not all(_values_of(index) in checked for index in _indices(node)):
         return False
     assert isinstance(node.target, torch._ops.OpOverload)
-    return node.target.namespace not in (LIBRARY, COLLECTIVES) and "mkldnn_rnn" not in str(node.target)
+    return node.target.namespace != LIBRARY and "mkldnn_rnn" not in str(node.target)
 
 
 def _has_sizes_of_values(node: Node) -> bool:

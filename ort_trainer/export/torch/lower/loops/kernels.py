@@ -24,7 +24,6 @@ class LoopKernels(ProgramKernels):
     """PyTorch's kernels, and loops that are compiled ahead of time, on CPUs and CUDA."""
 
     name = "compiled"
-    title = "PyTorch's kernels and compiled loops"
     reads_shapes = False
     checks_indices = False
     _compiled = True

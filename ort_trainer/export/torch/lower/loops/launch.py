@@ -177,7 +177,10 @@ class _Reader:
                 raise ValueError(f"{ast.unparse(statement)[:200]!r} is no call of a kernel")
 
     def _return(self, results: list[Any]) -> None:
-        """Sets the results, with copies of those that share memory with an input or another result."""
+        """Sets the results, with copies of those that share memory with an input or another result.
+
+        In the graph no result is a view. But Inductor makes views of some operators that are none: ``unsafe_split``.
+        """
         owners: list[Any] = [None]
         for result in results:
             owner = self._owner(result)

@@ -61,7 +61,7 @@ class ProgramBuilder:
             node: memory_order(node.meta["val"]) for node, _ in graph.inputs if node in graph.ordered
         }
         self.operators: dict[str, Sequence[Node | None]] = {}
-        self._texts: dict[str, str] = {}  # key of a program -> program
+        self._written: dict[str, Program] = {}  # by key
         self._calls: list[ProgramCall] = []
         self._returned: set[str] = set()  # names of the results that a program returns
 
@@ -79,7 +79,12 @@ class ProgramBuilder:
         for node, name in self._named.results:
             if name not in self._returned:  # no program returns it: it is an input, a view of one, or a duplicate
                 self._add([], [node], {node: name})
-        return ProgramGraph(self._texts, tuple(self._calls), constants)
+        texts = {key: program.to_text() for key, program in self._finished().items()}
+        return ProgramGraph(texts, tuple(self._calls), constants)
+
+    def _finished(self) -> Mapping[str, Program]:
+        """Returns the programs by key, after all of them have been written."""
+        return self._written
 
     def _assign_results(self) -> dict[Node, str]:
         """Returns the nodes that a program returns as an output of the model, each under one name."""
@@ -113,7 +118,7 @@ class ProgramBuilder:
         program = encoder.write(nodes, results)
         outputs = tuple(names.get(node) or self._names.unique(node.name) for node in results)
         inputs = tuple(self._values[node] for node in encoder.inputs)
-        self._texts[program.key] = program.to_text()
+        self._written[program.key] = program
         name = f"{outputs[0]}_node"
         self.operators[name] = encoder.operators
         self._calls.append(ProgramCall(name, program.key, inputs, outputs))
