@@ -75,6 +75,11 @@ def without_plain_masks() -> None:
     replace(REWRITES, "drop_plain_masks", lambda graph: None)
 
 
+def without_selected_rows() -> None:
+    """Disables the rewrite before differentiation."""
+    replace(REWRITES, "select_rows", lambda graph: None)
+
+
 def without_reuse() -> None:
     """Allocates separate memory for every result."""
     replace("ort_trainer.export.torch.lower.programs.encode", "find_reuse", lambda node, is_free: None)
@@ -105,6 +110,7 @@ LEVERS = {
     "convolutions": Lever(
         "rewrite `convolutions.py`", ("convnext",), switch_off=functools.partial(leave_out, "sum_bias_gradients")
     ),
+    "rows": Lever("rewrite `rows.py`", ("dlrm", "mixtral"), switch_off=without_selected_rows),
     "halves": Lever("rewrite `halves.py`", ("bert-fp16",), switch_off=functools.partial(leave_out, "widen_products")),
     "reuse": Lever("results over dead operands, `reuse.py`", ("bert", "gpt2"), switch_off=without_reuse),
     "random_numbers": Lever("fast random numbers", ("bert", "gpt2"), {"random_numbers": "pytorch"}),
