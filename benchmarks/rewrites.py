@@ -57,27 +57,19 @@ def replace(module: str, name: str, value: object) -> None:
     setattr(found, name, value)
 
 
-def leave_out(name: str) -> None:
-    """Disables a rewrite of differentiated graphs."""
+def leave_out(*names: str) -> None:
+    """Disables rewrites of differentiated graphs."""
     rewrites = importlib.import_module(REWRITES)
-    kept = tuple(function for function in rewrites._REWRITES if function is not getattr(rewrites, name))
-    assert len(kept) == len(rewrites._REWRITES) - 1
+    functions = [getattr(rewrites, name) for name in names]
+    kept = tuple(function for function in rewrites._REWRITES if function not in functions)
+    assert len(kept) == len(rewrites._REWRITES) - len(names)
     replace(REWRITES, "_REWRITES", kept)
 
 
-def without_gelu() -> None:
-    """Disables the rewrite before differentiation."""
-    replace(REWRITES, "fuse_gelu", lambda graph: None)
-
-
-def without_plain_masks() -> None:
-    """Disables the rewrite before differentiation."""
-    replace(REWRITES, "drop_plain_masks", lambda graph: None)
-
-
-def without_selected_rows() -> None:
-    """Disables the rewrite before differentiation."""
-    replace(REWRITES, "select_rows", lambda graph: None)
+def leave_out_before(name: str, *names: str) -> None:
+    """Disables a rewrite before differentiation, and others of differentiated graphs."""
+    leave_out(*names)
+    replace(REWRITES, name, lambda graph: None)
 
 
 def without_reuse() -> None:
@@ -91,10 +83,14 @@ def without_kept_memory() -> None:
 
 
 LEVERS = {
-    "gelu": Lever("rewrite `gelu.py`", ("gpt2",), switch_off=without_gelu),
-    "attention": Lever("rewrite `attention.py`", ("bert", "gpt2"), switch_off=without_plain_masks),
+    "gelu": Lever("rewrite `gelu.py`", ("gpt2",), switch_off=functools.partial(leave_out_before, "fuse_gelu")),
+    "attention": Lever(
+        "rewrite `attention.py`", ("bert", "gpt2"), switch_off=functools.partial(leave_out_before, "drop_plain_masks")
+    ),
     "views": Lever(
-        "rewrite `views.py`", ("mlp", "bert"), switch_off=functools.partial(leave_out, "drop_needless_views")
+        "rewrite `views.py`",
+        ("mlp", "bert"),
+        switch_off=functools.partial(leave_out_before, "join_selects", "join_selects", "drop_needless_views"),
     ),
     "linear": Lever(
         "rewrite `linear.py`", ("mlp", "bert", "gpt2"), switch_off=functools.partial(leave_out, "use_onednn")
@@ -110,7 +106,11 @@ LEVERS = {
     "convolutions": Lever(
         "rewrite `convolutions.py`", ("convnext",), switch_off=functools.partial(leave_out, "sum_bias_gradients")
     ),
-    "rows": Lever("rewrite `rows.py`", ("dlrm", "mixtral"), switch_off=without_selected_rows),
+    "rows": Lever(
+        "rewrite `rows.py`",
+        ("dlrm", "mixtral"),
+        switch_off=functools.partial(leave_out_before, "select_rows", "add_rows"),
+    ),
     "halves": Lever("rewrite `halves.py`", ("bert-fp16",), switch_off=functools.partial(leave_out, "widen_products")),
     "reuse": Lever("results over dead operands, `reuse.py`", ("bert", "gpt2"), switch_off=without_reuse),
     "random_numbers": Lever("fast random numbers", ("bert", "gpt2"), {"random_numbers": "pytorch"}),
