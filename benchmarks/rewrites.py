@@ -104,7 +104,9 @@ LEVERS = {
         switch_off=functools.partial(leave_out, "fuse_linear_cross_entropy"),
     ),
     "convolutions": Lever(
-        "rewrite `convolutions.py`", ("convnext",), switch_off=functools.partial(leave_out, "sum_bias_gradients")
+        "rewrite `convolutions.py`",
+        ("convnext",),
+        switch_off=functools.partial(leave_out, "order_images", "sum_bias_gradients"),
     ),
     "rows": Lever(
         "rewrite `rows.py`",

@@ -15,7 +15,7 @@ from torch import nn
 from ort_trainer import ORTTrainer, ORTTrainerOptions, amp, optim
 from ort_trainer.engine.programs import linear, rows
 from ort_trainer.export.torch.lower.programs import kernels, rewrites
-from ort_trainer.export.torch.lower.programs.rewrites import halves
+from ort_trainer.export.torch.lower.programs.rewrites import convolutions, halves
 
 from ....helpers import assert_close, assert_same_edges
 from .calls import LARGE, Function, trained
@@ -80,9 +80,10 @@ def test_a_cross_entropy_with_weights_stays() -> None:
     [(5, 1, True, True), (3, 2, True, True), (3, 1, True, False), (5, 1, False, False)],
 )
 def test_the_bias_gradient_of_a_depthwise_convolution_is_a_sum(
-    kernel: int, outputs: int, last: bool, summed: bool
+    kernel: int, outputs: int, last: bool, summed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of one with a large kernel, or several outputs per channel, on a channels-last tensor."""
+    monkeypatch.setattr(convolutions, "slow_mkl", lambda: False)
 
     def convolution(x: torch.Tensor) -> torch.Tensor:
         image = x[:24, :4].sin().reshape(1, 6, 4, 4).permute(0, 3, 1, 2)
@@ -93,6 +94,17 @@ def test_the_bias_gradient_of_a_depthwise_convolution_is_a_sum(
     calls = trained(convolution, 25, 10)
     assert calls["aten.convolution_backward.default"] == 1
     assert calls["aten.sum.dim_IntList"] == (2 if summed else 1), "one for the bias of the linear layer"
+
+
+@pytest.mark.parametrize(("kernel", "slow_mkl", "copies"), [(5, True, 3), (3, True, 0), (5, False, 0)])
+def test_gradients_of_large_depthwise_kernels_are_channels_last(
+    kernel: int, slow_mkl: bool, copies: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Copies of the gradient and the image, and of the image's gradient back."""
+    monkeypatch.setattr(convolutions, "slow_mkl", lambda: slow_mkl)
+    weight = torch.randn(6, 1, kernel, kernel)
+    calls = trained(lambda x: F.conv2d(x.sin().reshape(-1, 6, 4, 5), weight, None, 2, kernel // 2, 1, 6), 24)
+    assert calls["aten.convolution_backward.default"] == 1 and calls["aten.clone.default"] == copies
 
 
 def test_views_that_lead_back_are_gone() -> None:
@@ -186,6 +198,11 @@ CHANGED: dict[str, tuple[Callable[..., torch.Tensor], tuple[int, int], tuple[int
     "widen_products": (_halves, (6, 7), (3, 7)),
     "use_onednn": (lambda x, w: F.relu(F.linear(x, w, w[:, 0])), (128, 300), (250, 300)),
     "fuse_cross_entropy": (lambda x, w: F.cross_entropy(x @ w, LABELS[:6] % 3, reduction="none"), (6, 7), (7, 3)),
+    "order_images": (
+        lambda x, w: F.conv2d(x.view(2, 2, 6, 6), w.view(2, 1, 5, 5), w[:, 0], 1, 2, 1, 2),
+        (72, 2),
+        (2, 25),
+    ),
     "sum_bias_gradients": (
         lambda x, w: F.conv2d(x.view(2, 6, 6, 2).permute(0, 3, 1, 2), w.view(2, 1, 5, 5), w[:, 0], 1, 2, 1, 2),
         (72, 2),

@@ -10,7 +10,7 @@ from ......engine.programs.collectives import WAIT
 from ....fx.values import runs_on_cpu
 from ..masks import open_masks
 from .attention import drop_plain_masks
-from .convolutions import sum_bias_gradients
+from .convolutions import order_images, sum_bias_gradients
 from .cross_entropy import fuse_cross_entropy
 from .gelu import fuse_gelu
 from .halves import widen_products
@@ -29,13 +29,22 @@ _REWRITES: tuple[Callable[..., None], ...] = (
     widen_products,
     use_onednn,
     fuse_cross_entropy,
+    order_images,
     sum_bias_gradients,
     add_rows,
 )
 # Inductor can't look into the operator that this inserts, so it would fuse less.
 _NOT_FOR_LOOPS = (fuse_cross_entropy, join_selects)
 # Made for the CPU, or read values, for which other devices would have to wait.
-_FOR_CPU = (fuse_linear_cross_entropy, widen_products, use_onednn, fuse_cross_entropy, sum_bias_gradients, add_rows)
+_FOR_CPU = (
+    fuse_linear_cross_entropy,
+    widen_products,
+    use_onednn,
+    fuse_cross_entropy,
+    order_images,
+    sum_bias_gradients,
+    add_rows,
+)
 
 
 def rewrite_forward(graph: torch.fx.Graph, compiled: bool = False) -> None:
