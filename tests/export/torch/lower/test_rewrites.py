@@ -265,9 +265,10 @@ def test_an_index_out_of_range_is_refused(index: list[int], wrong: int) -> None:
         rows.flat_index([torch.tensor([0, 1]), torch.tensor(index)], [5, 5])
 
 
+@pytest.mark.parametrize("count", [11, 300])
 @pytest.mark.parametrize("settings", [{}, {"padding_idx": 2}, {"padding_idx": -1}, {"scale_grad_by_freq": True}])
-def test_the_gradient_of_an_embedding_adds_rows(settings: dict[str, Any]) -> None:
-    ids = torch.randint(0, 7, (4, 11))
+def test_the_gradient_of_an_embedding_adds_rows(settings: dict[str, Any], count: int) -> None:
+    ids = torch.randint(0, 7, (2, count))
     calls = trained(lambda x: F.embedding(ids, x, **settings).cumsum(1))
     whole = "scale_grad_by_freq" in settings
     assert calls["ort_trainer.add_rows.default"] == (not whole)

@@ -19,7 +19,7 @@ def select_rows(graph: torch.fx.Graph) -> None:
         index(x, [None, i, j])    =>    index_select(flatten(x, 1, 2), 1, flat_index([i, j], sizes of x))
 
     PyTorch's ``index`` and its gradient go element by element: on one thread they take 1 to 5 times as long, and on two
-    the gradient 2 to 10 times, in an order that changes from run to run.
+    the gradient 2 to 16 times, in an order that changes from run to run. Few elements take as long as with this.
     """
     for node in graph.find_nodes(op="call_function", target=aten.index.Tensor):
         source, places = node.args
