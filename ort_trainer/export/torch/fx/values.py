@@ -19,6 +19,7 @@ __all__ = [
     "call",
     "draws_numbers",
     "inputs_first",
+    "is_contiguous",
     "is_integer",
     "is_tensor",
     "is_view",
@@ -115,10 +116,24 @@ def memory_order(value: torch.Tensor) -> tuple[int, ...] | None:
 
     It should be if it is already, or if it has gaps or elements that share memory.
     """
-    sizes = [hint(size) for size in value.shape]
-    order = dense_order(sizes, [hint(stride) for stride in value.stride()])
-    large = [axis for axis in order or () if sizes[axis] != 1]
-    return None if large == sorted(large) else order
+    order = _dense_order(value)
+    return None if _is_sorted(order or (), value) else order
+
+
+def is_contiguous(value: torch.Tensor) -> bool:
+    """Returns whether a tensor is contiguous, for the sample's sizes: to ask itself would bind the graph to these."""
+    order = _dense_order(value)
+    return order is not None and _is_sorted(order, value)
+
+
+def _dense_order(value: torch.Tensor) -> tuple[int, ...] | None:
+    return dense_order([hint(size) for size in value.shape], [hint(stride) for stride in value.stride()])
+
+
+def _is_sorted(order: Sequence[int], value: torch.Tensor) -> bool:
+    """Returns whether dimensions are in order, but for those of size 1."""
+    large = [axis for axis in order if hint(value.shape[axis]) != 1]
+    return large == sorted(large)
 
 
 def same_sizes(mine: Sequence[int | torch.SymInt], others: Sequence[int | torch.SymInt]) -> bool:

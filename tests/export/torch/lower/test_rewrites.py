@@ -240,6 +240,7 @@ INDEXED: dict[str, Function] = {
 NOT_INDEXED: dict[str, Function] = {
     "a mask": lambda x: x[:, torch.tensor([True, False, True, False, False])],
     "axes that are apart": lambda x: (x[:, :, None] * x[:, None])[ROWS[1], :, ROWS[1] // 2],
+    "what repeats in memory": lambda x: (x * 2)[:, None].expand(-1, 3, -1)[:, :, PAIRS[0]],
     "another order in memory": lambda x: (x * 2).t()[PAIRS[0]],
 }
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ....fx.values import Node, arguments_of, memory_order
+from ....fx.values import Node, arguments_of, is_contiguous
 
 __all__ = ["add_rows", "select_rows"]
 
@@ -25,7 +25,7 @@ def select_rows(graph: torch.fx.Graph) -> None:
         source, places = node.args
         given = [index for index in places if index is not None]
         adjacent = places[len(places) - len(given) :] == given
-        if adjacent and all(map(_is_index, given)) and memory_order(source.meta["val"]) is None:
+        if adjacent and all(map(_is_index, given)) and is_contiguous(source.meta["val"]):
             node.target, node.args = _select, (source, given, len(places) - len(given))
 
 
