@@ -1,4 +1,4 @@
-"""Two runners of one graph take turns in the steps of a training, until one has shown to be faster."""
+"""Two graphs of one computation take turns in the steps of a training, until one has shown to be faster."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from typing import TypeVar
 
 from .runner import GraphRunner, Plan
 
-__all__ = ["Turns"]
+__all__ = ["Decided", "Lane", "Race", "Turns"]
 
 Result = TypeVar("Result")
+Decided = Callable[[bool, tuple[float, float]], None]
+"""Called with whether the rival won, and the seconds that a run of each takes, the rival's last."""
 
 # The first comparisons are not counted: runs get memory from the system.
 _WARM_UP = 2
@@ -24,33 +26,85 @@ _MAXIMUM_PLANS = 256
 _FASTER = 0.98
 
 
+class Race:
+    """The times of two graphs, until one has shown to be faster.
+
+    Args:
+        decided: Called once.
+
+    Attributes:
+        won: Whether the rival is the faster one; None while it is open.
+    """
+
+    def __init__(self, decided: Decided) -> None:
+        self._decided = decided
+        self._times: tuple[list[float], list[float]] = [], []
+        self.won: bool | None = None
+
+    def add(self, own: float, rivals: float) -> None:
+        """Adds the seconds of two runs that can be compared, and names the winner once there are enough."""
+        for times, seconds in zip(self._times, (own, rivals), strict=True):
+            times.append(seconds)
+        mine, others = (times[_WARM_UP:] for times in self._times)
+        enough = min(sum(mine), sum(others)) >= _SECONDS or len(mine) >= _MOST_RUNS
+        if self.won is None and enough and len(mine) >= _RUNS:
+            self.won = statistics.median(map(operator.truediv, others, mine)) <= _FASTER
+            self._decided(self.won, (statistics.median(mine), statistics.median(others)))
+
+
+class Lane:
+    """Runs that can be compared, as they have the same sizes and outputs: each with the next one of the other graph.
+
+    The order changes (own, rival, rival, own, ...), so that neither gets all first micro-batches of windows.
+
+    Args:
+        race: Gets the times.
+    """
+
+    def __init__(self, race: Race) -> None:
+        self._race, self._ended = race, 0
+        self._open: list[float | None] = [None, None]
+
+    @property
+    def turn(self) -> int:
+        """Whose turn the next run is: 0, or 1 for the rival."""
+        return (self._ended + 1) // 2 % 2
+
+    def end(self, turn: int, seconds: float) -> None:
+        """Takes the time of a run that has ended; one that fails is left out."""
+        self._ended += 1
+        self._open[turn] = seconds
+        own, rivals = self._open
+        if own is not None and rivals is not None:
+            self._open = [None, None]
+            self._race.add(own, rivals)
+
+
 class Turns:
     """Runs plans of two runners in turns, each step once.
-
-    A run is compared with the next one of the same plan, that is of a batch of the same sizes with the same outputs.
-    The order changes (own, rival, rival, own, ...), so that neither gets all first micro-batches of windows.
 
     Args:
         runner: The runner that ran until now.
         rival: Another runner of a graph with the same inputs and outputs.
-        decided: Called once with whether the rival won, and the seconds that a run of each takes, the rival's last.
+        decided: Called once.
 
     Attributes:
         runner, rival: As given.
-        winner: The faster runner; None while it is open.
     """
 
-    def __init__(
-        self, runner: GraphRunner, rival: GraphRunner, decided: Callable[[bool, tuple[float, float]], None]
-    ) -> None:
-        self.runner, self.rival, self._decided = runner, rival, decided
-        self.winner: GraphRunner | None = None
-        self._pairs: dict[int, tuple[tuple[Plan, Plan], list[float]]] = {}
-        self._times: tuple[list[float], list[float]] = [], []
+    def __init__(self, runner: GraphRunner, rival: GraphRunner, decided: Decided) -> None:
+        self.runner, self.rival, self._race = runner, rival, Race(decided)
+        self._pairs: dict[int, tuple[tuple[Plan, Plan], Lane]] = {}
+
+    @property
+    def winner(self) -> GraphRunner | None:
+        """The faster runner; None while it is open."""
+        won = self._race.won
+        return None if won is None else self.rival if won else self.runner
 
     def add(self, plan: Plan, other: Plan) -> None:
         """Adds plans of both runners for the same batches."""
-        self._pairs[id(plan)] = (plan, other), []
+        self._pairs[id(plan)] = (plan, other), Lane(self._race)
         if len(self._pairs) > _MAXIMUM_PLANS:
             del self._pairs[next(iter(self._pairs))]  # the oldest
 
@@ -62,23 +116,11 @@ class Turns:
             run: Runs it or the other one, whose turn it is; what it raises is raised, and not counted.
         """
         pair = self._pairs.get(id(plan))
-        if pair is None or self.winner is not None:
+        if pair is None or self._race.won is not None:
             return run(plan)
-        plans, times = pair
-        turn = (len(times) + 1) // 2 % 2
+        plans, lane = pair
+        turn = lane.turn
         start = time.perf_counter()
         result = run(plans[turn])
-        times.append(time.perf_counter() - start)
-        if len(times) % 2 == 0:
-            for which, seconds in zip((1 - turn, turn), times[-2:], strict=True):
-                self._times[which].append(seconds)
-            self._decide(*(times[_WARM_UP:] for times in self._times))
+        lane.end(turn, time.perf_counter() - start)
         return result
-
-    def _decide(self, own: list[float], rivals: list[float]) -> None:
-        """Names the winner, once there are enough comparisons."""
-        if len(own) < _RUNS or (min(sum(own), sum(rivals)) < _SECONDS and len(own) < _MOST_RUNS):
-            return
-        won = statistics.median(map(operator.truediv, rivals, own)) <= _FASTER
-        self.winner = self.rival if won else self.runner
-        self._decided(won, (statistics.median(own), statistics.median(rivals)))

@@ -20,6 +20,7 @@ from ..engine.ort import providers_for, session_options
 from ..engine.programs.runner import ProgramRunner
 from ..engine.runner import GraphRunner, SessionRunner
 from ..engine.torch_memory import TorchMemory, readable
+from ..engine.turns import Race
 from ..export.nested import Layout, flatten, rebuild, with_numbers_apart
 from ..export.torch import GraphBuilder
 from ..export.torch.capture.borrow import BORROWED, borrowed
@@ -27,6 +28,7 @@ from ..export.torch.capture.call import CallDescription, Entries, ExportedCall, 
 from ..export.torch.capture.describe import input_shapes
 from ..export.torch.capture.eager import random_state_kept
 from ..export.torch.capture.step_module import canonical_names
+from ..export.torch.compile_later import Compilation, Compilations
 from ..export.torch.guard import ModelChangedError, ModelWatch
 from ..export.torch.guard.reads import Reads, Root
 from ..export.torch.lower.kinds import choose, kinds
@@ -61,10 +63,11 @@ from .fallback import (
     running,
     settled,
 )
-from .passes import Passes, SizedPasses
+from .passes import CallsInTurns, Passes, SizedPasses, reduces_early
 
-__all__ = ["CallGraphs", "ExportedGraphs"]
+__all__ = ["Call", "CallGraphs", "ExportedGraphs"]
 
+Call = SizedPasses | CallsInTurns
 Layouts = tuple[Layout, ...]
 NamedLayouts = tuple[tuple[str, Layout], ...]
 
@@ -92,6 +95,7 @@ class ExportedGraphs:
         changes_inputs: Whether they change inputs in place.
         filled: The entries of dicts among the arguments that the module sets and removes.
         returned: The one of them that it returns; None if it returns something else.
+        rival: The same graphs for other kernels, and the race of both, while they take turns.
     """
 
     description: CallDescription
@@ -104,6 +108,7 @@ class ExportedGraphs:
     changes_inputs: bool
     filled: tuple[Entries, ...]
     returned: int | str | None
+    rival: tuple[Passes, Race] | None = None
 
     def fill(self, result: tuple[Any, ...], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Gives the dicts among the arguments of a call the entries that it leaves in them, and returns its result.
@@ -221,7 +226,7 @@ class CallGraphs:
         self._forward = vars(self._module).get("forward")
         self._watch: ModelWatch | None = None  # created in the next call: a lazy module has no parameters yet
         self._by_kind: dict[Any, list[ExportedGraphs]] = {}
-        self._calls: dict[Any, tuple[ExportedGraphs, SizedPasses]] = {}
+        self._calls: dict[Any, tuple[ExportedGraphs, Call]] = {}
         # Numbers among the arguments that have changed from call to call, which makes them inputs of graphs.
         self._changing: set[str] = set()
         # Their values in the current call.
@@ -229,6 +234,7 @@ class CallGraphs:
         # What calls have in common that differ only in numbers -> the numbers of the first such call.
         self._first_numbers: dict[Any, dict[str, Any]] = {}
         self.refused: dict[Any, str] = {}
+        self._compilations = Compilations()
 
     def _begin(self) -> ModelWatch:
         """Begins to watch the module, after checking that its parameters exist."""
@@ -241,9 +247,7 @@ class CallGraphs:
         self._outside: dict[str, torch.Tensor] = {}
         return self._watch
 
-    def find(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> tuple[ExportedGraphs, SizedPasses, list[torch.Tensor]]:
+    def find(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[ExportedGraphs, Call, list[torch.Tensor]]:
         """Returns graphs, a call of them, and the values that it takes.
 
         Args:
@@ -259,6 +263,9 @@ class CallGraphs:
         if self._settles and in_backward_pass():
             raise SettlingError("repeats such a call, as a checkpoint of activations does")
         self._settles = False
+        if self._compilations.running:
+            with torch.inference_mode(False):
+                self._compilations.take()
         if vars(self._module).get("forward") is not self._forward:  # another one was assigned
             self.forget()
         leaves: dict[str, torch.Tensor] = {}
@@ -333,7 +340,7 @@ class CallGraphs:
         """Returns the name of a positional argument."""
         return self._names[place] if place < len(self._names) else f"args.{place}"
 
-    def _add(self, leaves: Mapping[str, torch.Tensor], key: tuple[Any, ...]) -> tuple[ExportedGraphs, SizedPasses]:
+    def _add(self, leaves: Mapping[str, torch.Tensor], key: tuple[Any, ...]) -> tuple[ExportedGraphs, Call]:
         """Finds or exports the graphs for inputs of other shapes."""
         shapes = {name: tuple(value.shape) for name, value in leaves.items()}
         # The key without sizes: only the number of dimensions of each shape.
@@ -376,6 +383,9 @@ class CallGraphs:
         if graphs.links:
             taken = [*(owner[name].shape for owner, name in graphs.state), *shapes.values()]
             check_links(graphs.links, call.shapes, taken)
+        if graphs.rival is not None and graphs.rival[0].step.takes(shapes):
+            rival, race = graphs.rival
+            return graphs, CallsInTurns(call, SizedPasses(rival, shapes), race)
         return graphs, call
 
     def _export(
@@ -444,9 +454,39 @@ class CallGraphs:
         changes_inputs = bool(forward.input_updates)
         results = self._results(result, notes)
         root = Root(module, None, self._arguments)
-        return ExportedGraphs(
+        graphs = ExportedGraphs(
             description, passes, state, results, notes, root, linked, changes_inputs, entries, returned
         )
+        if backward and not reduces_early():  # each process would choose by itself
+            begin = functools.partial(builder.compile_later, sample, None, forward, backward)
+            self._compilations.begin(begin, functools.partial(self._add_rival, graphs))
+        return graphs
+
+    def _add_rival(
+        self, graphs: ExportedGraphs, compilation: Compilation, forward: Step, backward: Sequence[Step]
+    ) -> None:
+        """Lets graphs that were compiled meanwhile take turns with those that run."""
+        memory = graphs.passes.memory
+        passes = Passes(forward, backward, functools.partial(self._load, memory=memory), memory)
+
+        def decided(won: bool, seconds: tuple[float, float]) -> None:
+            compilation.chosen(won, seconds)
+            graphs.rival = None
+            self._calls.clear()
+            if won:
+                self._replace(graphs, dataclasses.replace(graphs, passes=passes))
+
+        graphs.rival = passes, Race(decided)
+        self._calls.clear()
+
+    def _replace(self, graphs: ExportedGraphs, others: ExportedGraphs) -> None:
+        """Prefers other graphs of the same calls; the former ones stay if they take more sizes."""
+        for candidates in self._by_kind.values():
+            place = next((at for at, each in enumerate(candidates) if each is graphs), None)
+            if place is not None:
+                step, other = graphs.passes.step, others.passes.step
+                stays = (step.guards, step.fixed) != (other.guards, other.fixed)
+                candidates[place : place + 1] = [others, graphs] if stays else [others]
 
     def _results(self, result: Any, notes: Notes) -> Callable[[Sequence[torch.Tensor]], Any]:
         """Returns the function that builds the module's result from the tensors in it.
@@ -469,9 +509,10 @@ class CallGraphs:
             OptionError: If the option asks for kernels that the device lacks.
         """
         name = self._options.utils.kernels
-        if kinds(name)[0].rival:
+        if kinds(name)[0].rival and self._options.debug.deterministic_compute:
             raise OptionError(
-                f"utils.kernels is {name!r}, which compares steps of an ORTTrainer: set it to 'auto' or 'compiled'"
+                f"debug.deterministic_compute is True, but utils.kernels is {name!r}, which chooses kernels by "
+                "measuring, and kernels decide rounding: set utils.kernels to 'auto' or 'compiled'"
             )
         usable, reason = choose(name, lambda kernels: kernels.objection(device))
         if not usable:

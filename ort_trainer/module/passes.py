@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -13,15 +15,21 @@ from ..core.errors import ValueBranchError
 from ..engine.programs.runner import PartialRun, ProgramRunner
 from ..engine.runner import GraphRunner, Kind, check_branches, evaluated, with_probabilities
 from ..engine.torch_memory import TorchMemory, shaped
+from ..engine.turns import Lane, Race
 from ..export.torch.capture.eager import random_state, set_random_state
 from ..step import SIZES, Step
 
-__all__ = ["Passes", "SizedPasses"]
+__all__ = ["CallsInTurns", "Passes", "SizedPasses", "reduces_early"]
 
 _DDP: Any = torch.nn.parallel.DistributedDataParallel
 Tensors = Sequence[torch.Tensor]
 CheckGradients = Callable[[Sequence[torch.Tensor | None], Sequence[torch.Tensor | None]], None]
 Kinds = Sequence[tuple[torch.Size, torch.dtype]]
+
+
+def reduces_early() -> bool:
+    """Returns whether DistributedDataParallel calls the module, which reduces gradients during the backward pass."""
+    return _DDP._active_ddp_module is not None
 
 
 class Passes:
@@ -202,7 +210,10 @@ class SizedPasses:
         passes: As given.
         sizes: The tensor for :data:`SIZES`.
         trained: Shapes and dtypes of the trained values, known from the first call on.
+        took: Called with the seconds that a backward pass took; None if nobody wants to know.
     """
+
+    took: Callable[[float], None] | None = None
 
     def __init__(self, passes: Passes, shapes: Mapping[str, tuple[int, ...]]) -> None:
         self.passes = passes
@@ -258,7 +269,7 @@ class SizedPasses:
             outputs = _Checked.apply(self, values, check, *trained)  # type: ignore[no-untyped-call]
             return outputs
         # DistributedDataParallel reduces the first gradients while the backward pass computes the others: see _Stages.
-        groups = [] if _DDP._active_ddp_module is None else self.passes.groups
+        groups = self.passes.groups if reduces_early() else []
         if len(groups) < 2:
             outputs = _Function.apply(self, values, *trained)  # type: ignore[no-untyped-call]
             return outputs
@@ -294,6 +305,31 @@ class SizedPasses:
         return [*self._results, *updates, *([((), torch.bool)] * len(self.passes.conditions))]
 
 
+class CallsInTurns:
+    """Runs calls with inputs of some shapes by two pairs of passes in turns; see :class:`Race`.
+
+    A call takes the time of its forward and its backward pass. One without a backward pass is not counted.
+
+    Args:
+        own: Calls on the kernels that ran until now.
+        rival: Calls on others.
+        race: Gets the times.
+    """
+
+    def __init__(self, own: SizedPasses, rival: SizedPasses, race: Race) -> None:
+        self._calls, self._lane = (own, rival), Lane(race)
+
+    def __call__(self, values: list[torch.Tensor], check: CheckGradients | None = None) -> tuple[torch.Tensor, ...]:
+        """Returns the tensors that the module returns; see :class:`SizedPasses`."""
+        turn = self._lane.turn
+        call = copy.copy(self._calls[turn])  # the backward pass belongs to this call
+        start = time.perf_counter()
+        outputs = call(values, check)
+        forward = time.perf_counter() - start
+        call.took = lambda backward: self._lane.end(turn, forward + backward)
+        return outputs
+
+
 class _Function(torch.autograd.Function):
     """A call whose backward pass runs at once."""
 
@@ -304,8 +340,12 @@ class _Function(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        start = time.perf_counter()
         backward, values, outputs = _begin(ctx, gradients)
-        return (None, None, *backward.run(values, outputs, ctx.call.trained))
+        results = backward.run(values, outputs, ctx.call.trained)
+        if ctx.call.took is not None:
+            ctx.call.took(time.perf_counter() - start)
+        return (None, None, *results)
 
 
 class _Checked(torch.autograd.Function):

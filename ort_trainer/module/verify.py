@@ -25,8 +25,7 @@ from ..export.torch.capture.eager import (
 from ..export.torch.differences import WHY_DIFFERENT, check_comparable, gradient_floor, not_run, report
 from ..export.torch.outside.places import Place
 from ..export.torch.outside.recorder import Pair, Recorder
-from .graphs import ExportedGraphs
-from .passes import SizedPasses
+from .graphs import Call, ExportedGraphs
 
 __all__ = ["CallVerifier"]
 
@@ -45,7 +44,7 @@ class CallVerifier:
         self._every, self._module = every, module
         self._count = 0
 
-    def run(self, graphs: ExportedGraphs, call: SizedPasses, values: list[torch.Tensor], args: Any, kwargs: Any) -> Any:
+    def run(self, graphs: ExportedGraphs, call: Call, values: list[torch.Tensor], args: Any, kwargs: Any) -> Any:
         """Returns what the module returns; if it is this call's turn, compares it first.
 
         Args:

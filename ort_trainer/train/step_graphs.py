@@ -19,7 +19,7 @@ from ..engine.memory import return_freed_memory
 from ..export import Builder, ModelSource
 from ..export.nested import Layout, argument_of, constants_of, flatten, has_tensors
 from ..export.torch.capture.eager import EagerStep
-from ..export.torch.compile_later import Compilation
+from ..export.torch.compile_later import Compilation, Compilations
 from ..options import ModelDescription
 from ..step import Step
 from .batch import Batch, InputTypeError, check_batch, read_batch, to_tensor, unpack
@@ -29,8 +29,6 @@ __all__ = ["StepGraphs"]
 _log = logging.getLogger(__name__)
 # Each graph costs an export; a model that fixes a dimension must not be exported again and again.
 _MAXIMUM_GRAPHS = 16
-# Graphs that are compiled at the same time; each takes a process.
-_MAXIMUM_COMPILATIONS = 2
 # Limit for remembered kinds of batches (shapes, dtypes, devices) that match the description.
 _MAXIMUM_KINDS = 1024
 _kind = attrgetter("shape", "dtype", "device")
@@ -85,7 +83,7 @@ class StepGraphs:
         self._sample: dict[str, tuple[torch.Size, torch.dtype]] | None = None
         self.leaves: dict[int, Any] = {}
         self.has_started = False
-        self._compilations: list[Compilation] = []
+        self._compilations = Compilations()
         if not isinstance(model_desc, str):
             self._set_description(ModelDescription(model_desc))
         elif model_desc != "auto":
@@ -222,8 +220,8 @@ class StepGraphs:
             TypeError: If an input that the outputs need was left out.
         """
         self._guard(executor, batch, training)
-        if self._compilations:
-            self._take_compiled(executor)
+        if self._compilations.running:
+            self._compilations.take()
         plan = executor.plan(training, batch, names, backward, refused)
         while plan is None:
             self._add_graph(executor, batch, training, names, branching=bool(refused))
@@ -443,29 +441,16 @@ class StepGraphs:
             raise
         return_freed_memory()
         self._built(executor, step)
-        if training and len(self._compilations) < _MAXIMUM_COMPILATIONS:
-            compilation = self._builder(batch).compile_later(batch.as_given(), names, step)
-            if compilation is not None:
-                self._compilations.append(compilation)
-        elif training:
-            _log.info("this graph stays on PyTorch's kernels: others are being compiled already")
+        if training:
+            begin = functools.partial(self._builder(batch).compile_later, batch.as_given(), names, step)
+            self._compilations.begin(begin, functools.partial(self._add_rival, executor))
 
-    def _take_compiled(self, executor: Executor) -> None:
-        """Lets graphs that were compiled meanwhile take turns with those that train."""
-        compilations, self._compilations = self._compilations, []
-        for compilation in compilations:
-            step = compilation.step
-            try:
-                rival = compilation.result()
-                if rival is None:
-                    self._compilations.append(compilation)
-                    continue
-                executor.add_rival(step, rival, functools.partial(_chosen, compilation))
-            except (ExportError, RuntimeError, ValueError) as error:
-                _log.info("training stays on PyTorch's kernels: %s", error)
-                continue
-            if id(step) in self.leaves:
-                self.leaves[id(rival)] = self.leaves[id(step)]
+    def _add_rival(self, executor: Executor, compilation: Compilation, rival: Step, _: Sequence[Step]) -> None:
+        """Lets a graph that was compiled meanwhile take turns with the one that trains."""
+        step = compilation.step
+        executor.add_rival(step, rival, compilation.chosen)
+        if id(step) in self.leaves:
+            self.leaves[id(rival)] = self.leaves[id(step)]
 
     def _why_again(self, executor: Executor, batch: Batch, training: bool) -> str:
         """Returns why no graph can be used for a batch."""
@@ -516,12 +501,3 @@ class StepGraphs:
                 f"{', '.join(earlier)}: {error}"
             )
         return None
-
-
-def _chosen(compilation: Compilation, won: bool, seconds: tuple[float, float]) -> None:
-    """Logs and keeps the choice between PyTorch's kernels and compiled loops."""
-    own, others = (1000 * each for each in seconds)
-    winner = "compiled loops" if won else "PyTorch's kernels"
-    why = f"a step's passes took {own:.4g} ms on PyTorch's kernels, and {others:.4g} ms with compiled loops"
-    _log.info("%s: training goes on with %s", why, winner)
-    compilation.keep(won, f"{winner}, as {why}")

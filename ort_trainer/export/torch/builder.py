@@ -109,13 +109,17 @@ class GraphBuilder:
         return self._finished(dataclasses.replace(self, step=step)._exported(batch, training, branching))
 
     def compile_later(
-        self, batch: Mapping[str, torch.Tensor], fetched: Collection[str], step: Step
+        self,
+        batch: Mapping[str, torch.Tensor],
+        fetched: Collection[str] | None,
+        step: Step,
+        backward: Sequence[Step] = (),
     ) -> Compilation | None:
         """Begins to compile a training graph for the rival of its kernels, while training goes on.
 
         Args:
             batch, fetched: As for :meth:`build`.
-            step: What that has returned.
+            step, backward: What that, or :meth:`build_call`, has returned.
 
         Returns:
             None if the kernels have no rival, were chosen before, or if nothing can be compiled, which is logged.
@@ -131,7 +135,9 @@ class GraphBuilder:
         if reason:
             _log.info("training stays on PyTorch's kernels: %s", reason)
             return None
-        other = dataclasses.replace(_for_fetching(self.step, fetched), kernels=rival)
+        other = dataclasses.replace(self.step, kernels=rival)
+        if fetched is not None:
+            other = _for_fetching(other, fetched)
 
         def in_child() -> Export:
             from .export import export
@@ -141,7 +147,7 @@ class GraphBuilder:
 
         try:
             with BORROWED:  # in this process, so that no other thread has it at the fork
-                compilation = Compilation(step, in_child)
+                compilation = Compilation(step, backward, in_child)
         except OSError as error:  # of the limits of the system
             _log.info("training stays on PyTorch's kernels: no process can be begun to compile loops: %s", error)
             return None
@@ -158,7 +164,7 @@ class GraphBuilder:
             ExportError: If the module can't be exported.
         """
         export = self._exported(inputs, True)
-        return export.step, export.backward
+        return dataclasses.replace(export.step, kept=export.kept), export.backward
 
     def _exported(self, batch: Mapping[str, torch.Tensor], training: bool, branching: bool = False) -> Export:
         try:

@@ -15,9 +15,9 @@ import os
 import select
 import tempfile
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import torch
 
@@ -28,13 +28,18 @@ from ..cache import Export, export_cache
 from .capture.isolation import can_isolate
 from .lower.loops.compiler import missing_compiler
 
-__all__ = ["Compilation", "objection"]
+__all__ = ["Compilation", "Compilations", "objection"]
 
 _log = logging.getLogger(__name__)
 # Of four parts of a busy core it gets one.
 _NICENESS = 5
+# Each takes the memory of an export.
+_MOST = 2
 # What a graph for other kernels must have in common with the one that it replaces.
-_INTERFACE = ("inputs", "outputs", "left", "loss", "state", "gradients", "buffer_updates", "random", "loss_scale")
+_INTERFACE = (
+    *("inputs", "outputs", "left", "loss", "state", "gradients", "random", "loss_scale"),
+    *("buffer_updates", "input_updates"),
+)
 
 
 def objection() -> str:
@@ -53,15 +58,16 @@ class Compilation:
     """A graph that a child process of low priority exports for other kernels.
 
     Args:
-        step: The graph for the kernels that train until then.
+        step: The graph for the kernels that train until then, or the forward pass of a call.
+        backward: The backward passes of a call.
         export: Exports the other one; called in the child.
 
     Attributes:
         step: As given.
     """
 
-    def __init__(self, step: Step, export: Callable[[], Export]) -> None:
-        self.step = step
+    def __init__(self, step: Step, backward: Sequence[Step], export: Callable[[], Export]) -> None:
+        self.step, self._backward = step, backward
         self._file: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the child writes
 
         def answer(writer: int) -> None:
@@ -82,8 +88,8 @@ class Compilation:
         self._ended.register(self._reader)
         self._end = weakref.finalize(self, _end, os.getpid(), self._child, self._reader)
 
-    def result(self) -> Step | None:
-        """Returns the graph; None as long as the child works.
+    def result(self) -> tuple[Step, Sequence[Step]] | None:
+        """Returns the graph, and the backward passes of a call; None as long as the child works.
 
         Raises:
             ExportError: If the graph can't be exported, or can't take the other one's place.
@@ -100,17 +106,27 @@ class Compilation:
         self._export = Export.from_bytes(answer[1:])
         step = dataclasses.replace(self._export.step, kept=self.step.kept)
         differing = [name for name in _INTERFACE if getattr(step, name) != getattr(self.step, name)]
+        if [_gradients(each) for each in self._export.backward] != [_gradients(each) for each in self._backward]:
+            differing.append("backward passes")
         if differing or step.assumptions:
             raise ExportError(f"the compiled graph has other {', '.join(differing) or 'branches'}")
-        return step
+        return step, self._export.backward
 
-    def keep(self, won: bool, why: str) -> None:
-        """Keeps the choice with the export, for later processes.
+    def chosen(self, won: bool, seconds: tuple[float, float]) -> None:
+        """Logs the choice, and keeps it with the export, for later processes.
 
         Args:
             won: Whether the graph of this compilation is the faster one.
-            why: What was measured.
+            seconds: The time of a step's or call's passes on PyTorch's kernels, and with loops.
         """
+        own, others = (1000 * each for each in seconds)
+        winner = "compiled loops" if won else "PyTorch's kernels"
+        what = "call" if self._backward else "step"
+        why = f"a {what}'s passes took {own:.4g} ms on PyTorch's kernels, and {others:.4g} ms with compiled loops"
+        _log.info("%s: training goes on with %s", why, winner)
+        self._keep(won, f"{winner}, as {why}")
+
+    def _keep(self, won: bool, why: str) -> None:
         cache, key = export_cache(), Path(self.step.kept).stem
         if cache is None or not key:
             return
@@ -127,6 +143,52 @@ class Compilation:
         problem = cache.store(key, dataclasses.replace(export, step=chosen).to_bytes())
         if problem:
             _log.warning("the choice of kernels is not kept: %s", problem)
+
+
+Take = Callable[[Compilation, Step, Sequence[Step]], None]
+
+
+class Compilations:
+    """The graphs that are being compiled while training goes on.
+
+    Attributes:
+        running: Those that have not been taken.
+    """
+
+    def __init__(self) -> None:
+        self.running: list[tuple[Compilation, Take]] = []
+
+    def begin(self, begin: Callable[[], Compilation | None], take: Take) -> None:
+        """Begins one, if not too many are running.
+
+        Args:
+            begin: Begins it; returns None if there is nothing to compile.
+            take: Takes it with its graphs when it has ended.
+        """
+        if len(self.running) >= _MOST:
+            _log.info("this graph stays on PyTorch's kernels: others are being compiled already")
+            return
+        compilation = begin()
+        if compilation is not None:
+            self.running.append((compilation, take))
+
+    def take(self) -> None:
+        """Lets graphs that were compiled meanwhile be taken."""
+        running, self.running = self.running, []
+        for compilation, take in running:
+            try:
+                result = compilation.result()
+                if result is None:
+                    self.running.append((compilation, take))
+                else:
+                    take(compilation, *result)
+            except (ExportError, RuntimeError, ValueError) as error:
+                _log.info("training stays on PyTorch's kernels: %s", error)
+
+
+def _gradients(step: Step) -> tuple[Any, ...]:
+    """Returns which gradients a backward pass takes and returns."""
+    return [*step.tangents], {*step.gradients}, {*step.input_gradients}
 
 
 def _end(owner: int, child: int, reader: int) -> None:
