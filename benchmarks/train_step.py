@@ -29,7 +29,7 @@ from contenders import COMPILE, CONTENDERS, EAGER, FASTEST, FLOOR, LEGACY, MODUL
 from floor import floor_training
 from step_rows import HALVES, ROWS, Row, kernels_of, ort_training
 from turns import Contender, Result, Training, measure, ratio, serve
-from versions import ENGINES, versions
+from versions import ENGINES, processor, versions
 
 ROOT = Path(__file__).parents[1]
 LEGACY_PYTHON = ROOT / ".legacy" / "bin" / "python"
@@ -166,7 +166,7 @@ def main() -> None:
         return
     wanted: Sequence[str] = arguments.contenders or (QUICK if arguments.quick else CONTENDERS)
     rounds = arguments.rounds or (3 if arguments.quick else 8)
-    where = f"Python {platform.python_version()}, {versions(PACKAGES)}; {os.cpu_count()} cores."
+    where = f"Python {platform.python_version()}, {versions(PACKAGES)}; {os.cpu_count()} cores{processor()}."
     print(where, flush=True)
     skipped = (*NOT_HERE, *(SLOW_ROWS if arguments.quick else ()))
     for name in arguments.rows or [name for name in ROWS if name not in skipped]:

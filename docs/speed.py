@@ -141,15 +141,16 @@ def blocks(results: Results) -> dict[str, list[str]]:
     """Returns what pages say of the newest version, by the name of its marks (figures.py)."""
     version, newest = list(results.items())[-1]
     rows = newest["rows"]
-    return {"means": [*_means(version, newest)], "steps": [*_table(rows)], "speed": [*_sentence(rows)]}
+    return {"means": [*_means(version, newest)], "steps": [*_table(rows)], "speed": [*_sentence(newest)]}
 
 
-def _sentence(rows: Mapping[str, Any]) -> Iterator[str]:
+def _sentence(results: Mapping[str, Any]) -> Iterator[str]:
     """Yields the means as a sentence, for pages that have no table."""
+    rows, cores = results["rows"], results["where"].rpartition("; ")[2].rstrip(".")
     means = {name: _speeds(rows.values(), name) for name in (OURS, LOOPS, MODULE)}
     ours, loops, module = (f"{_mean(found):.2f}" if found else "unknown" for found in means.values())
     speeds = means[OURS].values()
-    yield f"On two CPU cores, steps of {len(rows)} models are {ours} times as fast as eager PyTorch's in the geometric"
+    yield f"On {cores}, steps of {len(rows)} models are {ours} times as fast as eager PyTorch's in the geometric"
     yield f"mean ({min(speeds):.2f} to {max(speeds):.2f}); {loops} with compiled loops; {module} with `ORTModule`."
 
 
