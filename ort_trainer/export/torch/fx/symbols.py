@@ -42,6 +42,9 @@ __all__ = [
 # PyTorch compares sizes (a batch below 16, ...) to choose a convolution library, and Inductor to choose how loops add
 # up (one by one, up to 4096 elements); the results are the same, to rounding.
 _CHOICE_OF_LIBRARY = re.compile(r"_subclasses/fake_impls\.py:\d+ in conv\)|cpp\.py:\d+ in need_use_acc_helper\)")
+# It compares numbers of elements to find the strides of a view, or whether they matter: those that it finds for several
+# elements are right for one or none, too.
+_STRIDES = re.compile(r"in (_compute_stride|is_contiguous)\)")
 _ARITHMETIC = ("_add", "_sub", "_mul", "_eq", "_ne", "_ge", "_gt", "_le", "_lt", "_sym_max", "_sym_min")
 _PYTHON = str(Path(os.__file__).parent)
 _CALLS_MODEL = str(Path(__file__).parents[1] / "capture" / "step_module.py")
@@ -108,12 +111,15 @@ class SymbolNames:
         sizes = [self.expression(size) for size in value.shape]
         return None if any(size is None for size in sizes) else tuple(size for size in sizes if size is not None)
 
+    def _named(self, expression: sympy.Basic) -> sympy.Basic:
+        # Symbols named like calls, so that the printed text is an expression of core/dims.py: 2*dim('batch').
+        return expression.xreplace({s: sympy.Symbol(f"dim({self._names[s]!r})", integer=True) for s in self._names})
+
     def _print(self, expression: sympy.Basic) -> Dim | None:
         """Returns an expression over torch's symbols as text over names, or a number; None if a symbol has no name."""
         if not expression.free_symbols <= set(self._names):
             return None
-        # Symbols named like calls, so that the printed text is an expression of core/dims.py: 2*dim('batch').
-        named = expression.xreplace({s: sympy.Symbol(f"dim({self._names[s]!r})", integer=True) for s in self._names})
+        named = self._named(expression)
         if not named.free_symbols:
             return int(bool(named)) if named.is_Boolean else int(named)  # type: ignore[call-overload, no-any-return]
         try:
@@ -175,7 +181,7 @@ class SymbolTable(SymbolNames):
         conditions += self._required[0]
         frozen = dict(self._required[1])
         for guard in self._shape_env.guards:
-            if is_choice_of_library(guard):
+            if is_choice_of_library(guard) or self._asks_for_several(guard):
                 continue
             condition = self._print(guard.expr)
             if condition is None:
@@ -184,6 +190,14 @@ class SymbolTable(SymbolNames):
             elif isinstance(condition, str) and condition not in conditions:
                 conditions.append(condition)
         return conditions, frozen
+
+    def _asks_for_several(self, guard: Any) -> bool:
+        """Returns whether a condition only says, where strides are found, that sizes are larger than 1."""
+        if not _STRIDES.search(str(guard.sloc)):
+            return False
+        named = self._named(guard.expr)
+        more = {s: sympy.Symbol(str(s), integer=True, nonnegative=True) + 2 for s in named.free_symbols}
+        return bool(named.xreplace(more) == sympy.true)
 
     def require(self, conditions: Sequence[str], frozen: Mapping[str, int]) -> None:
         """Adds conditions that another process has found, in the form of :meth:`guards`."""

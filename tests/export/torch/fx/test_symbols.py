@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -69,3 +70,17 @@ def test_a_size_that_depends_on_values_has_no_expression() -> None:
     found = captured(Scaled(lambda x: x), {"x": ["batch", 4]}, torch.randn(5, 4))
     unbacked = next(iter(found.batch)).meta["val"].fake_mode.shape_env.create_unbacked_symint()
     assert found.symbols.expression(unbacked) is None
+
+
+@pytest.mark.parametrize(
+    ("place", "least", "kept"), [("_compute_stride", 1, False), ("_compute_stride", 2, True), ("forward", 1, True)]
+)
+def test_a_condition_that_finds_strides_is_none_if_only_one_element_violates_it(
+    place: str, least: int, kept: bool
+) -> None:
+    """Inductor asks whether a flat tensor has more elements than one row; a view of one element has any strides."""
+    symbols = symbols_of(lambda x: x * 2)
+    (symbol,) = symbols._names
+    symbols._shape_env.guards.append(SimpleNamespace(expr=4 * symbol > 4 * least, sloc=f"(file.py:1 in {place})"))
+    conditions, _ = symbols.guards()
+    assert any(not holds(condition, {"batch": 1}) for condition in conditions) is kept
