@@ -83,7 +83,8 @@ def test_the_bias_gradient_of_a_depthwise_convolution_is_a_sum(
     kernel: int, outputs: int, last: bool, summed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of one with a large kernel, or several outputs per channel, on a channels-last tensor."""
-    monkeypatch.setattr(convolutions, "slow_mkl", lambda: False)
+    for module in (convolutions, kernels):
+        monkeypatch.setattr(module, "slow_mkl", lambda: False)
 
     def convolution(x: torch.Tensor) -> torch.Tensor:
         image = x[:24, :4].sin().reshape(1, 6, 4, 4).permute(0, 3, 1, 2)
@@ -101,7 +102,8 @@ def test_gradients_of_large_depthwise_kernels_are_channels_last(
     kernel: int, slow_mkl: bool, copies: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Copies of the gradient and the image, and of the image's gradient back."""
-    monkeypatch.setattr(convolutions, "slow_mkl", lambda: slow_mkl)
+    for module in (convolutions, kernels):
+        monkeypatch.setattr(module, "slow_mkl", lambda: slow_mkl)
     weight = torch.randn(6, 1, kernel, kernel)
     calls = trained(lambda x: F.conv2d(x.sin().reshape(-1, 6, 4, 5), weight, None, 2, kernel // 2, 1, 6), 24)
     assert calls["aten.convolution_backward.default"] == 1 and calls["aten.clone.default"] == copies
