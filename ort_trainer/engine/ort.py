@@ -475,6 +475,7 @@ def process_undisturbed() -> Iterator[None]:
         yield
     finally:
         root.setLevel(level)
-        for handler in set(root.handlers) - set(handlers):
+        # A thread may import while others add handlers of their own: logging adds one only where there is none.
+        for handler in [] if handlers else [each for each in root.handlers if type(each) is logging.StreamHandler]:
             root.removeHandler(handler)
         sys.path[:] = path

@@ -49,7 +49,7 @@ def test_the_faster_kernels_stay(
     # Which one is faster is not what is tested.
     monkeypatch.setattr("ort_trainer.engine.turns._FASTER", 1e9 if loops_win else 0.0)
     monkeypatch.setattr("ort_trainer.engine.turns._MOST_RUNS", 7)
-    caplog.set_level(logging.INFO)
+    caplog.set_level(logging.INFO, "ort_trainer")
     model = net()
     reference = copy.deepcopy(model)
     ours = ORTModule(model, FASTEST)

@@ -68,7 +68,7 @@ def test_the_faster_kernels_stay(
     # Which one is faster is not what is tested.
     monkeypatch.setattr("ort_trainer.engine.turns._FASTER", 1e9 if loops_win else 0.0)
     monkeypatch.setattr("ort_trainer.engine.turns._MOST_RUNS", 7)
-    caplog.set_level(logging.INFO)
+    caplog.set_level(logging.INFO, "ort_trainer")
     model = net(0.0)
     reference = copy.deepcopy(model)
     ours, drawn = trainer_of(model), batches()
@@ -110,7 +110,7 @@ def test_where_nothing_can_be_compiled_it_is_auto(
 ) -> None:
     monkeypatch.setenv("ORT_TRAINER_CACHE", "off")
     monkeypatch.delenv("ORT_TRAINER_EXPORT_IN_PROCESS", raising=False)
-    caplog.set_level(logging.INFO)
+    caplog.set_level(logging.INFO, "ort_trainer")
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0}, raising=False)
     trainer_of(net()).train_step(*next(batches()))
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1}, raising=False)
@@ -130,7 +130,7 @@ def test_a_compilation_that_is_killed_changes_nothing(
     monkeypatch.setenv("ORT_TRAINER_CACHE", "off")
     monkeypatch.delenv("ORT_TRAINER_EXPORT_IN_PROCESS", raising=False)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
-    caplog.set_level(logging.INFO)
+    caplog.set_level(logging.INFO, "ort_trainer")
     ours, drawn = trainer_of(net()), batches()
     ours.train_step(*next(drawn))
     ((compilation, _),) = ours._loop.graphs._compilations.running
