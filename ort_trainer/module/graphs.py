@@ -31,7 +31,7 @@ from ..export.torch.capture.step_module import canonical_names
 from ..export.torch.compile_later import Compilation, Compilations
 from ..export.torch.guard import ModelChangedError, ModelWatch
 from ..export.torch.guard.reads import Reads, Root
-from ..export.torch.lower.kinds import choose, kinds
+from ..export.torch.lower.kinds import choose, undetermined
 from ..export.torch.model import recompute_options
 from ..export.torch.outside.leftovers import decode, encode
 from ..export.torch.outside.notes import Notes
@@ -509,11 +509,8 @@ class CallGraphs:
             OptionError: If the option asks for kernels that the device lacks.
         """
         name = self._options.utils.kernels
-        if kinds(name)[0].rival and self._options.debug.deterministic_compute:
-            raise OptionError(
-                f"debug.deterministic_compute is True, but utils.kernels is {name!r}, which chooses kernels by "
-                "measuring, and kernels decide rounding: set utils.kernels to 'auto' or 'compiled'"
-            )
+        if reason := undetermined(name, self._options.debug.deterministic_compute):
+            raise OptionError(reason)
         usable, reason = choose(name, lambda kernels: kernels.objection(device))
         if not usable:
             raise OptionError(f"utils.kernels is {name!r}, but {reason}: set it to 'auto'")

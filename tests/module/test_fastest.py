@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import shutil
-import sys
 import time
 from pathlib import Path
 
@@ -15,8 +13,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from ort_trainer import ORTModule, ORTTrainerOptions
-from ort_trainer.export.torch.lower.loops.kernels import FastestKernels
 
+from ..racing import fix_race, needs_compiler
 from .pairs import close
 
 FASTEST = ORTTrainerOptions({"utils": {"kernels": "fastest"}})
@@ -34,21 +32,13 @@ def loops_run(module: ORTModule) -> list[bool]:
     return ["loops.cpp" in "".join(step.programs.programs.values()) for step in steps]  # type: ignore[union-attr]
 
 
-@pytest.mark.skipif(shutil.which("g++") is None or sys.platform != "linux", reason="no C++ compiler, or no fork")
+@needs_compiler
 @pytest.mark.parametrize("loops_win", [True, False])
 def test_the_faster_kernels_stay(
     loops_win: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Results, gradients and buffers are PyTorch's before, during and after; the next module begins with the choice."""
-    monkeypatch.setenv("ORT_TRAINER_CACHE", str(tmp_path))
-    monkeypatch.delenv("ORT_TRAINER_EXPORT_IN_PROCESS", raising=False)
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1}, raising=False)
-    monkeypatch.setattr("ort_trainer.export.torch.compile_later._NICENESS", 0)
-    if not loops_win:  # then the rival may be anything, and what needs no compiler is ready sooner
-        monkeypatch.setattr(FastestKernels, "rival", "pytorch")
-    # Which one is faster is not what is tested.
-    monkeypatch.setattr("ort_trainer.engine.turns._FASTER", 1e9 if loops_win else 0.0)
-    monkeypatch.setattr("ort_trainer.engine.turns._MOST_RUNS", 7)
+    fix_race(monkeypatch, tmp_path, loops_win)
     caplog.set_level(logging.INFO, "ort_trainer")
     model = net()
     reference = copy.deepcopy(model)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import logging
 import os
-import shutil
 import signal
 import sys
 import time
@@ -18,13 +17,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from ort_trainer import ORTTrainer, ORTTrainerOptions, optim
-from ort_trainer.export.torch.lower.loops.kernels import FastestKernels
 
 from ..helpers import assert_close, assert_same_weights
-
-needs_compiler = pytest.mark.skipif(
-    shutil.which("g++") is None or sys.platform != "linux", reason="there is no C++ compiler, or no fork"
-)
+from ..racing import fix_race, needs_compiler
 
 
 def trainer_of(model: nn.Module, **debug: Any) -> ORTTrainer:
@@ -59,15 +54,7 @@ def test_the_faster_kernels_stay(
     loops_win: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Losses and weights are PyTorch's before, during and after; the next trainer begins with the choice."""
-    monkeypatch.setenv("ORT_TRAINER_CACHE", str(tmp_path))
-    monkeypatch.delenv("ORT_TRAINER_EXPORT_IN_PROCESS", raising=False)
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1}, raising=False)
-    monkeypatch.setattr("ort_trainer.export.torch.compile_later._NICENESS", 0)
-    if not loops_win:  # then the rival may be anything, and what needs no compiler is ready sooner
-        monkeypatch.setattr(FastestKernels, "rival", "pytorch")
-    # Which one is faster is not what is tested.
-    monkeypatch.setattr("ort_trainer.engine.turns._FASTER", 1e9 if loops_win else 0.0)
-    monkeypatch.setattr("ort_trainer.engine.turns._MOST_RUNS", 7)
+    fix_race(monkeypatch, tmp_path, loops_win)
     caplog.set_level(logging.INFO, "ort_trainer")
     model = net(0.0)
     reference = copy.deepcopy(model)

@@ -25,7 +25,7 @@ from .capture.describe import describe, name_sample
 from .capture.step_module import ExportedStep, LossFunction, RecomputeOptions, canonical_names, check_signature
 from .graph.kernels import Kernels
 from .guard import Guard
-from .lower.kinds import ONNX_RUNTIME, PROGRAMS, choose, kinds
+from .lower.kinds import ONNX_RUNTIME, PROGRAMS, choose, kinds, undetermined
 
 __all__ = ["TorchSource", "recompute_options"]
 
@@ -138,11 +138,8 @@ class TorchSource(ModelSource):
                 f"debug.check_indices is False, but utils.kernels is {kernels!r}: compiled loops end the process at an "
                 "index that is out of range, so leave the check on, or set utils.kernels to 'auto'"
             )
-        if kinds(kernels)[0].rival and self._options.debug.deterministic_compute:
-            raise ValueError(
-                f"debug.deterministic_compute is True, but utils.kernels is {kernels!r}, which chooses kernels by "
-                "measuring, and kernels decide rounding: set utils.kernels to 'auto' or 'compiled'"
-            )
+        if reason := undetermined(kernels, self._options.debug.deterministic_compute):
+            raise ValueError(reason)
         opset = self._options._internal_use.onnx_opset_version
         if self._options.is_given("_internal_use.onnx_opset_version") and opset > maximum_opset():
             raise ValueError(

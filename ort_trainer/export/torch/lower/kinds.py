@@ -9,7 +9,7 @@ from .loops.kernels import FastestKernels, LoopKernels
 from .onnx.kernels import OnnxRuntimeKernels
 from .programs.kernels import ProgramKernels
 
-__all__ = ["ONNX_RUNTIME", "PROGRAMS", "choose", "kinds"]
+__all__ = ["ONNX_RUNTIME", "PROGRAMS", "choose", "kinds", "undetermined"]
 
 PROGRAMS, ONNX_RUNTIME = ProgramKernels(), OnnxRuntimeKernels()
 _KINDS: dict[str, list[Kernels]] = {
@@ -37,3 +37,13 @@ def choose(name: str, objection: Callable[[Kernels], str]) -> tuple[str, str]:
     preferred, *others = kinds(name)
     reason = objection(preferred)
     return (name if not reason else others[0].name if others else ""), reason
+
+
+def undetermined(name: str, deterministic: bool) -> str:
+    """Returns why a value of ``utils.kernels`` contradicts ``debug.deterministic_compute``; "" if it does not."""
+    if not (deterministic and kinds(name)[0].rival):
+        return ""
+    return (
+        f"debug.deterministic_compute is True, but utils.kernels is {name!r}, which chooses kernels by measuring, and "
+        "kernels decide rounding: set utils.kernels to 'auto' or 'compiled'"
+    )

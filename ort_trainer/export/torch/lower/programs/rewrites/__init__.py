@@ -33,18 +33,10 @@ _REWRITES: tuple[Callable[..., None], ...] = (
     sum_bias_gradients,
     add_rows,
 )
-# Inductor can't look into the operator that this inserts, so it would fuse less.
+# Inductor can't look into the operator that the first inserts, so it would fuse less, and views cost it nothing.
 _NOT_FOR_LOOPS = (fuse_cross_entropy, join_selects)
-# Made for the CPU, or read values, for which other devices would have to wait.
-_FOR_CPU = (
-    fuse_linear_cross_entropy,
-    widen_products,
-    use_onednn,
-    fuse_cross_entropy,
-    order_images,
-    sum_bias_gradients,
-    add_rows,
-)
+# The others are made for the CPU, or read values, for which other devices would have to wait.
+_ON_EVERY_DEVICE = (drop_needless_views, join_selects)
 
 
 def rewrite_forward(graph: torch.fx.Graph, compiled: bool = False) -> None:
@@ -74,9 +66,9 @@ def rewrite(
         unfetched: Places of results that are probably not fetched.
     """
     _forget_waiting(graph)
-    left_out = (*(_NOT_FOR_LOOPS if compiled else ()), *(() if runs_on_cpu(graph) else _FOR_CPU))
+    on_cpu = runs_on_cpu(graph)
     for function in _REWRITES:
-        if function in left_out:
+        if (compiled and function in _NOT_FOR_LOOPS) or not (on_cpu or function in _ON_EVERY_DEVICE):
             continue
         if function is not fuse_linear_cross_entropy:
             function(graph)
