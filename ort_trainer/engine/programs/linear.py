@@ -6,7 +6,7 @@ import torch
 
 from .processor import slow_mkl
 
-__all__ = ["grouped_mm", "grouped_mm_fake", "is_faster", "linear", "product"]
+__all__ = ["checked_matrix", "grouped_mm", "grouped_mm_fake", "is_faster", "linear", "product"]
 
 # macOS's builds of PyTorch have no oneDNN, and graphs don't ask for it there.
 _has_onednn = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
@@ -103,3 +103,18 @@ def grouped_mm_fake(first: torch.Tensor, second: torch.Tensor, ends: torch.Tenso
     """Returns a tensor of the shape that :func:`grouped_mm` gives."""
     groups = () if second.dim() == 3 else ends.shape
     return first.new_empty((*groups, first.shape[0], second.shape[-1]))
+
+
+def checked_matrix(matrix: torch.Tensor, info: torch.Tensor, name: str) -> torch.Tensor:
+    """Returns a copy of the result of a function such as ``torch.linalg.inv``, whose checks have no result.
+
+    Args:
+        matrix: The result: one matrix, or a batch of them.
+        info: LAPACK's code for each matrix; 0 if there is a result.
+        name: The function's name, for the error.
+
+    Raises:
+        torch.linalg.LinAlgError: If a matrix has no result, for instance because it is singular.
+    """
+    torch.ops.aten._linalg_check_errors(info, name, is_matrix=info.dim() == 0)
+    return matrix.clone()

@@ -81,6 +81,11 @@ _define(
     lambda gradient, indices, rows, padding: gradient.new_empty((rows, gradient.shape[-1])),
 )
 _define(
+    "checked_matrix(Tensor matrix, Tensor info, str name) -> Tensor",
+    linear.checked_matrix,
+    lambda matrix, info, name: torch.empty_like(matrix),
+)
+_define(
     "flat_index(Tensor[] indices, SymInt[] sizes) -> Tensor",
     rows.flat_index,
     lambda indices, sizes: sum(indices[1:], indices[0]).long().reshape(-1),

@@ -22,7 +22,7 @@ def with_zero_gradient(value: torch.Tensor, constant_in: torch.Tensor) -> torch.
     return torch.where(never, constant_in.sum().to(value.dtype), value)
 
 
-@composite(aten.log_sigmoid.default)
+@composite(aten.log_sigmoid.default, for_pytorch=True)
 def _log_sigmoid(input: torch.Tensor) -> torch.Tensor:
     """Takes a contiguous copy: PyTorch's description of the kernel has another order in memory than its result."""
     result: torch.Tensor = aten.log_sigmoid.default(input.contiguous())

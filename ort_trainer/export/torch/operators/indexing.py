@@ -228,7 +228,7 @@ def _grid_sampler(input: torch.Tensor, grid: torch.Tensor, mode: int, padding: i
     return with_zero_gradient(sampled, grid) if mode == 1 else sampled
 
 
-@composite(aten.affine_grid_generator.default)
+@composite(aten.affine_grid_generator.default, for_pytorch=True)
 def _affine_grid(theta: torch.Tensor, size: Sequence[Size], align_corners: bool) -> Any:
     return decompositions.affine_grid_generator(theta, list(size), align_corners)
 

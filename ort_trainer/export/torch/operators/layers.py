@@ -56,7 +56,7 @@ for _operator in (
     decomposition(_operator)(decomposition_table[_operator])
 
 
-@composite(aten.batch_norm.default)
+@composite(aten.batch_norm.default, for_pytorch=True)
 def _batch_norm(input: torch.Tensor, *others: Any) -> torch.Tensor:
     """Normalizes a contiguous copy: the kernel's result is contiguous, and a captured one has the order of its input.
 

@@ -11,7 +11,7 @@ import torch
 from ....engine.programs import operators  # noqa: F401 - which defines the package's own
 from .dtypes import is_whole
 from .elementwise import with_zero_gradient
-from .registry import composite, decomposition, replacement, untranslated
+from .registry import composite, decomposition, replacement, untranslated, whole
 
 aten = torch.ops.aten
 ort_ops = torch.ops.ort_trainer
@@ -79,7 +79,7 @@ def _grouped_mm_backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor
 torch.library.register_autograd("ort_trainer::grouped_mm", _grouped_mm_backward, setup_context=_keep_groups)
 
 
-@composite("transformers.grouped_mm_fallback.default")
+@composite("transformers.grouped_mm_fallback.default", for_pytorch=True)
 def _grouped_mm_of_transformers(input: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
     """Replaces the fallback that transformers uses while a model is compiled or exported."""
     result: torch.Tensor = ort_ops.grouped_mm(input, weight, offs)
@@ -96,6 +96,29 @@ def _grouped_mm_of_all(first: torch.Tensor, second: torch.Tensor, ends: torch.Te
     if of_rows:
         return (chosen[:, :, None] * first[:, None, :]).flatten(1) @ second.flatten(0, 1)
     return (chosen.mT[:, None, :] * first) @ second
+
+
+torch.library.register_autograd("ort_trainer::checked_matrix", lambda ctx, gradient: (gradient, None, None))
+
+
+@whole(aten.linalg_inv.default, aten.inverse.default)
+def _inverse(matrix: torch.Tensor) -> torch.Tensor:
+    """Checks the result in the operator that returns it: PyTorch's own check is a side effect, which a graph lacks."""
+    return ort_ops.checked_matrix(*aten.linalg_inv_ex.default(matrix), "linalg.inv")  # type: ignore[no-any-return]
+
+
+@whole(aten.linalg_cholesky.default)
+def _cholesky(matrix: torch.Tensor, *, upper: bool = False) -> torch.Tensor:
+    """Checks the result as above."""
+    factor = aten.linalg_cholesky_ex.default(matrix, upper=upper)
+    return ort_ops.checked_matrix(*factor, "linalg.cholesky")  # type: ignore[no-any-return]
+
+
+@whole(aten.linalg_solve.default)
+def _solve(matrix: torch.Tensor, right: torch.Tensor, *, left: bool = True) -> torch.Tensor:
+    """Checks the result as above."""
+    solution = aten.linalg_solve_ex.default(matrix, right, left=left)
+    return ort_ops.checked_matrix(*solution, "torch.linalg.solve")  # type: ignore[no-any-return]
 
 
 @composite(aten.bilinear.default)

@@ -211,7 +211,7 @@ def _ctc_backward(ctx: Any, gradient: torch.Tensor, _: torch.Tensor) -> tuple[An
 torch.library.register_autograd("ort_trainer::ctc_losses", _ctc_backward, setup_context=_keep_gradient)
 
 
-@composite(ort_ops.ctc_losses.default, for_onnx=True)
+@composite(ort_ops.ctc_losses.default)
 def _ctc_losses(
     log_probs: torch.Tensor,
     targets: torch.Tensor,

@@ -49,14 +49,14 @@ for _dims, _operator in enumerate((aten.adaptive_max_pool1d, aten.adaptive_max_p
     composite(_operator.default)(_adaptive_max_pool(_dims))
 
 
-@composite(aten.adaptive_avg_pool1d.default, for_onnx=True)
+@composite(aten.adaptive_avg_pool1d.default)
 def _adaptive_avg_pool1d(input: torch.Tensor, output_size: Sequence[Size]) -> torch.Tensor:
     if list(output_size) == [1]:
         return input.mean(-1, keepdim=True)
     return aten.adaptive_avg_pool1d.default(input, output_size)  # type: ignore[no-any-return]
 
 
-@composite(aten.adaptive_avg_pool2d.default, for_onnx=True)
+@composite(aten.adaptive_avg_pool2d.default)
 def _adaptive_avg_pool2d(input: torch.Tensor, output_size: Sequence[Size]) -> torch.Tensor:
     """Computes a single pixel as a mean; PyTorch's own version takes a strided view of it, for channels last."""
     if list(output_size) in ([1], [1, 1]):
@@ -64,7 +64,7 @@ def _adaptive_avg_pool2d(input: torch.Tensor, output_size: Sequence[Size]) -> to
     return aten.adaptive_avg_pool2d.default(input, output_size)  # type: ignore[no-any-return]
 
 
-@composite(aten.adaptive_avg_pool3d.default, for_onnx=True)
+@composite(aten.adaptive_avg_pool3d.default)
 def _adaptive_avg_pool3d(input: torch.Tensor, output_size: Sequence[Size]) -> torch.Tensor:
     """Averages axis by axis, since the mean of a box is a mean of means; a matrix product would spread infinities."""
     counts = [*output_size] * 3 if len(output_size) == 1 else output_size

@@ -4,7 +4,8 @@ There are five kinds of entries, in the order in which they take effect:
 
 - A *replacement* replaces a function of Python or torch while the model is captured: a function that reads the values
   of tensors, or turns symbolic sizes into numbers, can't be captured itself.
-- A *composite* replaces an operator before PyTorch differentiates, so that no gradient is written by hand.
+- A *composite* replaces an operator before PyTorch differentiates, so that no gradient is written by hand. Most make up
+  for gaps in ONNX; PyTorch's own kernels need few, and some to stay whole.
 - A *decomposition* replaces an operator after PyTorch has differentiated; this includes backward operators. If it
   returns ``NotImplemented``, the operator stays.
 - A *random operator* is removed from the graph, and its numbers become an input.
@@ -49,6 +50,7 @@ __all__ = [
     "translation",
     "translations",
     "untranslated",
+    "whole",
 ]
 
 Operator = Any
@@ -109,21 +111,29 @@ class _Table:
 
 
 _TABLES = _composites, _decompositions, _translations = _Table(), _Table(), _Table()
-_random_operators = _Table()
-_for_onnx: set[Operator] = set()
+_random_operators, _whole = _Table(), _Table()
+_for_pytorch: set[Operator] = set()
 _replacements: dict[tuple[ModuleType | type, str], Any] = {}
 _revision = 0
 
 
-def composite(*operators: Operator, for_onnx: bool = False) -> Callable[[_Function], _Function]:
+def composite(*operators: Operator, for_pytorch: bool = False) -> Callable[[_Function], _Function]:
     """Registers a function of the operators' arguments, made of operators that PyTorch can differentiate.
 
     Args:
         operators: The operators, or the names of operators that another library defines when it is imported.
-        for_onnx: Whether only ONNX needs it, and PyTorch's own kernels do not.
+        for_pytorch: Whether PyTorch's own kernels need it, too. Usually they are faster and take less memory.
     """
-    _for_onnx.update(operators if for_onnx else ())
+    _for_pytorch.update(operators if for_pytorch else ())
     return _composites.add(*operators)
+
+
+def whole(*operators: Operator) -> Callable[[_Function], _Function]:
+    """Registers a function that runs operators on PyTorch's own kernels, though PyTorch would decompose them.
+
+    PyTorch does so before it differentiates, where an export differs from an eager run.
+    """
+    return _whole.add(*operators)
 
 
 def decomposition(*operators: Operator) -> Callable[[_Function], _Function]:
@@ -215,9 +225,11 @@ def register_operator(
 
 
 def composites(for_onnx: bool = True) -> Mapping[Operator, Callable[..., Any] | None]:
-    """Returns the composites; ``for_onnx`` includes those that only ONNX needs."""
+    """Returns the composites for ONNX, or those for PyTorch's own kernels; a user's are among both."""
     table = _composites.all()
-    return {name: f for name, f in table.items() if for_onnx or name not in _for_onnx or name in _composites.user}
+    if for_onnx:
+        return table
+    return _whole.all() | {name: f for name, f in table.items() if name in _for_pytorch or name in _composites.user}
 
 
 def is_registered_by_user(operator: Operator) -> bool:

@@ -23,7 +23,7 @@ def _with_nan(operator: Any) -> Callable[..., torch.Tensor]:
 
 
 for _operator in (aten.erf.default, aten.erfc.default, aten.special_ndtr.default):
-    composite(_operator, for_onnx=True)(_with_nan(_operator))
+    composite(_operator)(_with_nan(_operator))
 
 
 # Unsupported: ONNX has no complementary error function, and 1 - erf has no digits left where log_ndtr begins to matter.

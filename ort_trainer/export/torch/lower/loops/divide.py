@@ -23,6 +23,7 @@ from .....engine.programs.collectives import COLLECTIVES
 from .....engine.programs.operators import LIBRARY
 from ...fx.values import Node, arguments_of, is_integer, is_view, needed_for, tensors_of
 from ...graph.equal_layers import entry_of_list
+from ...operators.whole import RESIZING
 
 __all__ = ["WHOLE", "divide_for_loops"]
 
@@ -47,11 +48,13 @@ _AT_PLACES = (
     aten._unsafe_index_put.default,
     aten.gather.default,
     aten.index.Tensor,
+    aten.index_add.default,
     aten.index_put.default,
     aten.index_select.default,
     aten.scatter.src,
     aten.scatter.value,
     aten.scatter_add.default,
+    aten.scatter_reduce.two,
 )
 _WITH_SIZES = (torch.Tensor, torch.SymInt, torch.SymFloat, tuple, list)
 # Names of arguments that say which elements an operator reads or writes.
@@ -67,12 +70,20 @@ _COPIES = (
 )
 # Inductor has no loops for these in sizes that it does not know.
 _OF_KNOWN_SIZES = (
+    *(getattr(aten, f"{packet.__name__}{pass_}").default for packet in RESIZING for pass_ in ("", "_backward")),
     aten._adaptive_avg_pool2d.default,
     aten._adaptive_avg_pool2d_backward.default,
     aten._adaptive_avg_pool3d.default,
     aten._adaptive_avg_pool3d_backward.default,
     aten.nonzero.default,
 )
+_AVERAGES = (
+    aten.avg_pool2d.default,
+    aten.avg_pool2d_backward.default,
+    aten.avg_pool3d.default,
+    aten.avg_pool3d_backward.default,
+)
+_LARGEST_WINDOW = 25
 # A program of its own takes as long to compile as this many operators more in another one: 1.5 s for headers, and the
 # rest for what both programs read. With half as many, a GPT-2 of four layers takes 1.4 times as long.
 _WORTH_A_PROGRAM = 200
@@ -190,13 +201,21 @@ def _can_be_compiled(node: Node, checked: Collection[Node]) -> bool:
         return _can_be_compiled(node.all_input_nodes[0], checked)
     if node.target in _OF_KNOWN_SIZES or (node.target in _AT_PLACES and node.all_input_nodes[0].op != "placeholder"):
         return False
-    if _communicates(node) or _has_sizes_of_values(node):
+    if _communicates(node) or _has_sizes_of_values(node) or _exceeds_images(node):
         return False
     # A loop that finds an index out of range ends the process: threads can't raise errors.
     if node.target not in WHOLE and not all(_values_of(index) in checked for index in _indices(node)):
         return False
     assert isinstance(node.target, torch._ops.OpOverload)
     return node.target.namespace != LIBRARY and "mkldnn_rnn" not in str(node.target)
+
+
+def _exceeds_images(node: Node) -> bool:
+    """Returns whether windows may exceed an image, where Inductor's gradient is wrong, or are slow in a loop."""
+    if node.target not in _AVERAGES:
+        return False
+    given = arguments_of(node)
+    return bool(given["ceil_mode"]) or math.prod(given["kernel_size"]) > _LARGEST_WINDOW
 
 
 def _has_sizes_of_values(node: Node) -> bool:

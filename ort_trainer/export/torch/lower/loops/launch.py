@@ -129,6 +129,12 @@ class _Sizes(ast.NodeTransformer):
     def visit_Name(self, node: ast.Name) -> ast.expr:
         return self.known.get(node.id, node)
 
+    def visit_Call(self, node: ast.Call) -> Any:
+        match node:
+            case ast.Call(ast.Attribute(ast.Name("torch"), "sym_float"), [size]):
+                return self.visit(size)
+        return self.generic_visit(node)
+
     def visit_Subscript(self, node: ast.Subscript) -> ast.expr:
         match node:
             case ast.Subscript(ast.Name(id=name), ast.Constant(value=int(axis))) if name in self.shapes:
