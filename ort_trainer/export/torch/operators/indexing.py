@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch._decomp import decompositions
 
 from .autocast import as_operator
 from .elementwise import with_zero_gradient
-from .registry import Size, composite, decomposition, replacement
+from .registry import Size, composite, decomposition, replacement, whole
 
 aten = torch.ops.aten
 
@@ -220,12 +220,20 @@ def _masked_select(input: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 def _grid_sampler(input: torch.Tensor, grid: torch.Tensor, mode: int, padding: int, align_corners: bool) -> Any:
     if input.dim() != 4:
         return aten.grid_sampler.default(input, grid, mode, padding, align_corners)
-    # A NaN or infinite position would become an arbitrary index into memory.
-    finite = grid.isfinite()
-    grid = torch.where(finite, grid, 0.0)
-    sampled = decompositions._grid_sampler_2d(input, grid, mode, padding, align_corners)  # type: ignore[no-untyped-call]
-    sampled = torch.where(finite.all(-1).unsqueeze(1), sampled, math.nan)
+    sampled = _sampled(decompositions._grid_sampler_2d, input, grid, mode, padding, align_corners)
     return with_zero_gradient(sampled, grid) if mode == 1 else sampled
+
+
+@whole(aten.grid_sampler.default)
+def _sampled_by_kernel(input: torch.Tensor, grid: torch.Tensor, *settings: Any) -> Any:
+    return _sampled(aten.grid_sampler.default, input, grid, *settings)
+
+
+def _sampled(sample: Callable[..., Any], input: torch.Tensor, grid: torch.Tensor, *settings: Any) -> Any:
+    """Samples NaN at positions that are not finite, each of which would become an arbitrary index into memory."""
+    finite = grid.isfinite()
+    sampled = sample(input, torch.where(finite, grid, 0.0), *settings)
+    return torch.where(finite.all(-1).unsqueeze(1), sampled, math.nan)
 
 
 @composite(aten.affine_grid_generator.default, for_pytorch=True)

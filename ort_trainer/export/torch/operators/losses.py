@@ -19,7 +19,7 @@ ort_ops = torch.ops.ort_trainer
 _CROSS_ENTROPY, _NLL_LOSS = torch._C._nn.cross_entropy_loss, torch._C._nn.nll_loss_nd
 
 
-@composite(aten.multilabel_margin_loss.default)
+@composite(aten.multilabel_margin_loss.default, for_pytorch=True)
 def _multilabel_margin_loss(input: torch.Tensor, target: torch.Tensor, reduction: int = 1) -> torch.Tensor:
     """Ends the labels of a sample at the first -1. (Torch 2.13's own decomposition takes the rest for class 0.)"""
     single = input.dim() < 2
@@ -35,7 +35,7 @@ def _multilabel_margin_loss(input: torch.Tensor, target: torch.Tensor, reduction
     return _reduced(loss, reduction)
 
 
-@composite(aten.multi_margin_loss.default)
+@composite(aten.multi_margin_loss.default, for_pytorch=True)
 def _multi_margin_loss(
     input: torch.Tensor,
     target: torch.Tensor,

@@ -72,13 +72,7 @@ def _of_input_size(
     return gradient.new_empty(input_size).to(memory_format=torch._prims_common.suggest_memory_format(gradient))
 
 
-@whole(aten.multilabel_margin_loss.default)
-def _multilabel_margin_loss(input: torch.Tensor, target: torch.Tensor, reduction: int = 1) -> Any:
-    return _kernel(aten.multilabel_margin_loss_forward.default)(input, target, reduction)[0]
-
-
-_describe(aten.multilabel_margin_loss, _like_input)
-for _packet in (aten.hardshrink, aten.softshrink, aten.multi_margin_loss):
+for _packet in (aten.hardshrink, aten.softshrink):
     whole(_packet.default)(_kernel(_packet.default))
     _describe(_packet, _like_input)
 
