@@ -34,6 +34,8 @@ def test_sizes_memory_loops_and_products_are_steps() -> None:
         "buf1 = buf0; del buf0  # reuse",
         "buf2 = torch.ops.aten.topk.default(buf1, 2, -1, True, True)",
         "buf3 = buf2[0]",
+        "aten.index_put_(buf3, [arg1_1], buf1, True)",
+        "buf4 = torch.ops.aten.mean.dim(buf1, [math.trunc(1.5 * torch.sym_float(s77))])",
         "extern_kernels.addmm(arg1_1, reinterpret_tensor(buf1, (8, 4), (1, 8), 3), buf3, alpha=-inf, beta=1, out=buf3)",
         "return (buf3, )",
     )
@@ -44,8 +46,10 @@ def test_sizes_memory_loops_and_products_are_steps() -> None:
         ("loops.add_0", [{"x": 0}, {"v": 0}, twice], {}),
         ("aten.topk.default", [{"v": 0}, 2, -1, True, True], {}),
         ("getitem", [{"v": 2}, 0], {}),
+        ("aten.index_put_.default", [{"v": 3}, [{"x": 1}], {"v": 0}, True], {}),
+        ("aten.mean.dim", [{"v": 0}, [{"dim": "math.trunc(1.5 * dim('x0_1'))"}]], {}),
         ("loops.view", [{"v": 0}, [8, 4], [1, 8], 3], {}),
-        ("aten.addmm.out", [{"x": 1}, {"v": 4}, {"v": 3}], {"alpha": -float("inf"), "beta": 1, "out": {"v": 3}}),
+        ("aten.addmm.out", [{"x": 1}, {"v": 6}, {"v": 3}], {"alpha": -float("inf"), "beta": 1, "out": {"v": 3}}),
     ]
     assert (launch.results, launch.functions) == ([3], {"add_0": 3})
     assert "static void add_0_loops(const float* in_ptr0" in launch.source and "cpp_prefix.h" in launch.source

@@ -216,6 +216,8 @@ class _Reader:
             kernel = name.removeprefix("extern_kernels.")
             return self._add(f"aten.{kernel}.{'out' if 'out' in kwargs else 'default'}", args, kwargs)
         target = name.removeprefix("torch.ops.")
+        if target.count(".") == 1 and target.startswith("aten."):
+            target = f"{target}.default"
         if target.count(".") != 2:
             raise ValueError(f"{ast.unparse(call)[:200]!r} is no call of a kernel")
         # Everything is on one device, that of the step.
