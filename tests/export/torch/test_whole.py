@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._dispatch.python import enable_python_dispatcher
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ort_trainer import ORTModule
 from ort_trainer.export.torch.operators.registry import composites
+from ort_trainer.export.torch.operators.whole import RESIZING
 
 from ...module.pairs import assert_same_gradients, close, pair
 
@@ -71,6 +75,35 @@ def test_images_are_resized_by_kernels(modes: list[str], dims: int) -> None:
 
     names = {"nearest": "upsample_nearest{}d", "nearest-exact": "_upsample_nearest_exact{}d"}
     assert_kernels(resize, *(names.get(mode, f"upsample_{mode}{{}}d").format(dims) for mode in modes), dims=dims)
+
+
+SEQUENCE, IMAGE = torch.randn(6, 4, 2).permute(2, 1, 0), torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize(
+    ("operator", "value", "args"),
+    [
+        *((packet.vec, SEQUENCE, (None, [2.0])) for packet in RESIZING[::3][:2]),
+        (aten.upsample_linear1d.vec, SEQUENCE, (None, False, [2.0])),
+        (aten.upsample_bilinear2d.vec, IMAGE, (None, False, [2.0, 2.0])),
+        (aten.upsample_bicubic2d.vec, IMAGE, (None, False, [2.0, 2.0])),
+        (aten.pad.default, IMAGE, ([1, 1, 1, 1], "replicate")),
+        (aten._weight_norm.default, SEQUENCE, (torch.ones(2, 1, 1),)),
+    ],
+)
+def test_results_and_gradients_have_the_order_in_memory_that_is_described(
+    operator: Any, value: torch.Tensor, args: tuple[Any, ...]
+) -> None:
+    """Loops would read another one at wrong places."""
+
+    def strides(value: torch.Tensor) -> list[tuple[int, ...]]:
+        result = composites(for_onnx=False)[operator](value, *args)  # type: ignore[misc]
+        (gradient,) = torch.autograd.grad(result, value, torch.ones_like(result))
+        return [result.stride(), gradient.stride()]
+
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, enable_python_dispatcher():
+        described = strides(mode.from_tensor(value).requires_grad_())
+    assert strides(value.detach().requires_grad_()) == described
 
 
 def test_what_onnx_lacks_stays_whole() -> None:

@@ -248,6 +248,12 @@ def _pad(input: torch.Tensor, pad: Sequence[Size], mode: str = "constant", value
     return as_operator(aten.replication_pad1d.default, _replicated, input, pad)  # type: ignore[no-any-return]
 
 
+@whole(aten.pad.default)
+def _pad_by_kernel(input: torch.Tensor, pad: Sequence[Size], mode: str = "constant", *value: Any) -> torch.Tensor:
+    """Copies channels-last images: PyTorch describes their gradient in another order than its kernel's."""
+    return aten.pad.default(input.contiguous() if mode == "replicate" else input, pad, mode, *value)  # type: ignore[no-any-return]
+
+
 def _replicated(input: torch.Tensor, pad: Sequence[Size]) -> torch.Tensor:
     # Indices beyond an edge are clamped to it, axis by axis from the last; pad holds (near, far) in this order.
     for number in range(len(pad) // 2):

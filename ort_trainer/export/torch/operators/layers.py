@@ -108,7 +108,7 @@ def _centered_layer_norm(
     return output, mean, rstd
 
 
-@composite(aten._weight_norm.default)
+@composite(aten._weight_norm.default, for_pytorch=True)
 def _weight_norm(direction: torch.Tensor, magnitude: torch.Tensor, dim: int = 0) -> torch.Tensor:
     """Returns w = g v / |v| (Salimans and Kingma, 2016), with a norm per slice of ``dim``, or of all of v for -1."""
     axes = [axis for axis in range(direction.dim()) if dim == -1 or axis != dim]

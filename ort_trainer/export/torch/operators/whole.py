@@ -47,9 +47,13 @@ def _resize(operator: torch._ops.OpOverload) -> Callable[..., Any]:
     run = _kernel(operator)
 
     def resize(input: torch.Tensor, output_size: Sequence[Size] | None, *corners_and_scales: Any) -> Any:
-        """Resizes images by their kernel, not by reading the neighbours of each pixel by index."""
+        """Resizes images by their kernel, not by reading the neighbours of each pixel by index.
+
+        Sequences are copied if they are transposed: PyTorch's description keeps their order, and its kernels do not.
+        """
         *corners, scales = corners_and_scales
         sizes = upsample_compute_output_size(input.shape, output_size, scales)  # type: ignore[no-untyped-call]
+        input = input.contiguous() if input.dim() < 4 else input
         return run(input, sizes, *corners, *(scales or [None] * len(sizes)))
 
     return resize
@@ -69,6 +73,12 @@ def _like_input(gradient: torch.Tensor, input: torch.Tensor, *_: Any) -> torch.T
 def _of_input_size(
     gradient: torch.Tensor, output_size: Sequence[Size], input_size: Sequence[Size], *_: Any
 ) -> torch.Tensor:
+    return gradient.new_empty(input_size)
+
+
+def _in_its_order(
+    gradient: torch.Tensor, output_size: Sequence[Size], input_size: Sequence[Size], *_: Any
+) -> torch.Tensor:
     return gradient.new_empty(input_size).to(memory_format=torch._prims_common.suggest_memory_format(gradient))
 
 
@@ -78,4 +88,4 @@ for _packet in (aten.hardshrink, aten.softshrink):
 
 for _packet in RESIZING:
     whole(_packet.vec)(_resize(_packet.default))
-    _describe(_packet, _of_input_size)
+    _describe(_packet, _of_input_size if _packet is aten.upsample_bicubic2d else _in_its_order)
