@@ -13,6 +13,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch._functorch import config as functorch_config
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ...core.dims import evaluate
@@ -23,7 +24,7 @@ from ...step import SIZES, Step, TensorSpec, dtype_name
 from .fx.symbols import SymbolNames, hint
 from .fx.values import base_of, is_tensor, memory_order, needed_for
 from .fx.view_writes import refuse_sums_over_windows
-from .graph.differentiate import lift_attributes
+from .graph.differentiate import AOT_SETTINGS, lift_attributes
 from .graph.divide import part_of
 from .graph.named_graph import NamedGraph, add_sizes
 from .lower.programs.build import ProgramBuilder
@@ -45,7 +46,8 @@ def ort_trainer(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable
     from torch._dynamo.backends.common import aot_autograd  # takes a second
 
     compiled: Callable[..., Any]
-    with mock.patch.multiple(torch, embedding=dense_embedding, embedding_bag=dense_embedding_bag):
+    dense = mock.patch.multiple(torch, embedding=dense_embedding, embedding_bag=dense_embedding_bag)
+    with dense, functorch_config.patch(AOT_SETTINGS):
         compiled = aot_autograd(fw_compiler=_lowered_forward, bw_compiler=_lowered)(module, inputs)
     return compiled
 

@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import graph as autograd_graph
 from torch.autograd.function import BackwardCFunction
 from torch.fx import traceback as fx_traceback
+from torch.fx.experimental.proxy_tensor import _ModuleStackTracer
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import checkpoint as checkpointing
 
@@ -136,6 +137,7 @@ def capture(
         _fixing_sizes_in_texts(),
         _marked_checkpoints(),
         _left_modules(),
+        _without_stand_ins(),
         users_lines_of_conditions(),
         _without_drawing_outside_torch(type(module.model).__name__),
         _attributes_put_back(module),
@@ -318,6 +320,15 @@ def _left_modules() -> Iterator[None]:
 
     with mock.patch.object(torch.fx.Tracer, "call_module", call_module):
         yield
+
+
+def _without_stand_ins() -> contextlib.AbstractContextManager[Any]:
+    """Lets a model and its hooks meet its own modules, whose ids may be keys, where torch.export has stand-ins.
+
+    A stand-in tells by which of its names a module is called that has several; nothing here asks for that.
+    """
+    never = property(lambda tracer: False, lambda tracer, value: None)
+    return mock.patch.object(_ModuleStackTracer, "enable_attr_proxy", never, create=True)
 
 
 @contextlib.contextmanager

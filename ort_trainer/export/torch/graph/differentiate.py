@@ -16,6 +16,7 @@ import sympy
 import torch
 from torch import nn
 from torch._export.utils import _compiling_state_context
+from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd.descriptors import (
     BufferAOTInput,
     GradAOTOutput,
@@ -45,9 +46,11 @@ from .equal_layers import EqualLayers
 from .flat_graph import FlatGraph
 from .kernels import Kernels
 
-__all__ = ["differentiate", "lift_attributes"]
+__all__ = ["AOT_SETTINGS", "differentiate", "lift_attributes"]
 
 aten = torch.ops.aten
+AOT_SETTINGS = {"backward_pass_autocast": "off"}
+"""Settings of AOTAutograd for a graph that computes as autograd does, whose backward pass runs outside of autocast."""
 
 
 def differentiate(
@@ -211,7 +214,7 @@ def _differentiate(
 ) -> torch.fx.GraphModule:
     """Returns AOTAutograd's joint graph of a module; ``model`` is the name of the user's, for errors."""
     try:
-        with tracing(TracingContext(captured.fake_mode)):
+        with tracing(TracingContext(captured.fake_mode)), functorch_config.patch(AOT_SETTINGS):
             joint = aot_export_joint_with_descriptors(stack, core, tuple(inputs), decompositions=dict(table))
         assert isinstance(joint.graph_module, torch.fx.GraphModule)
         return joint.graph_module
