@@ -33,6 +33,7 @@ __all__ = [
     "links",
     "merged",
     "private",
+    "refuse_new_buffers",
     "refuse_shared_memory",
     "refuse_subclasses",
     "without_reading_memory",
@@ -139,6 +140,29 @@ def refuse_shared_memory(leaves: Mapping[str, torch.Tensor], state: Sequence[tor
         )
 
 
+def refuse_new_buffers(
+    result: Any, before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor]
+) -> None:
+    """Raises if a result shares memory with a buffer that the call has replaced: a graph changes the former one.
+
+    Args:
+        result: The result of a call.
+        before, after: The module's buffers, from before and after the call.
+
+    Raises:
+        ExportError: If so.
+    """
+    outputs: dict[str, torch.Tensor] = {}
+    flatten("output", result, outputs, objects=True)
+    places = set(map(_memory, outputs.values()))
+    for name, buffer in after.items():
+        if buffer is not before.get(name) and _memory(buffer) in places:
+            raise ExportError(
+                f"forward() replaces buffer {name!r}, and returns it or a part of it, where a graph returns a copy: "
+                "return .clone() of it"
+            )
+
+
 def private(layout: Layout) -> Layout:
     """Returns a layout with copies of all objects that have a state, because a trial run may change it."""
     return mapped(layout, lambda part: (*part[:2], copy.deepcopy(part[2]), *part[3:]) if len(part) > 3 else part)
@@ -217,6 +241,7 @@ class Link:
         of_values: Whether the other tensor is one of the values.
         orders: The dimensions of both, the other tensor's first, as they lie in memory; None if it is that tensor.
         ones: The dimensions of both that had the size 1: of two of these, nothing says which one is the inner one.
+        detached: Whether the result requires no grad, whether or not the other tensor does.
     """
 
     place: int
@@ -224,6 +249,7 @@ class Link:
     of_values: bool
     orders: tuple[tuple[int, ...], tuple[int, ...]] | None = None
     ones: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
+    detached: bool = False
 
     def apply(self, tensors: list[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
         """Puts the other tensor, or a view of it, in place of the copy that the graph returns."""
@@ -232,15 +258,18 @@ class Link:
             held, wanted = self.orders
             shape = tensors[self.place].shape
             source = put_back(source.permute(held).view([shape[axis] for axis in wanted]), wanted)
-        tensors[self.place] = source
+        tensors[self.place] = source.detach() if self.detached else source
 
 
-def links(outputs: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> list[Link]:
+def links(
+    outputs: Sequence[torch.Tensor], values: Sequence[torch.Tensor], differentiable: Collection[int] | None
+) -> list[Link]:
     """Returns the links of a call's results.
 
     Args:
         outputs: The results of a run.
         values: Parameters, buffers and inputs of that run.
+        differentiable: The places of the results that require grad; None for a call without gradients.
 
     Raises:
         ExportError: If a result shares a part of its memory with another tensor.
@@ -249,8 +278,10 @@ def links(outputs: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> li
     sources: dict[int, list[tuple[int, bool, torch.Tensor]]] = {}
     for place, value in enumerate(values):
         sources.setdefault(_memory(value), []).append((place, True, value))
-    # A graph returns contiguous tensors, so the others are views of them.
-    for place, output in sorted(enumerate(outputs), key=lambda pair: not _is_in_order(pair[1])):
+    # A graph returns contiguous tensors, so the others are views of them, or detached forms of those that require grad.
+    trained = differentiable or ()
+    order = sorted(range(len(outputs)), key=lambda at: (not _is_in_order(outputs[at]), at not in trained))
+    for place, output in zip(order, map(outputs.__getitem__, order), strict=True):
         group = sources.setdefault(_memory(output), [])
         for source, of_values, value in group if output.numel() else ():
             if not _overlap(value, output):
@@ -264,10 +295,14 @@ def links(outputs: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> li
                 or not (of_values or _is_in_order(value))
                 or value.numel() != output.numel()
                 or value.dtype != output.dtype
+                or not (of_values or place not in trained or source in trained)
             ):
                 raise ExportError(_PART)
             else:
-                shared.append(Link(place, source, of_values, (held, wanted), (_ones(value), _ones(output))))
+                # Without gradients, PyTorch's views require grad if their base does.
+                detached = place not in trained and (differentiable is not None or _base(output) is not _base(value))
+                ones = _ones(value), _ones(output)
+                shared.append(Link(place, source, of_values, (held, wanted), ones, detached))
             break
         else:
             group.append((place, False, output))
@@ -315,6 +350,11 @@ def _whole_order(value: torch.Tensor) -> tuple[int, ...] | None:
     strides = list(itertools.accumulate(reversed(sizes[1:]), lambda stride, size: stride * max(size, 1), initial=1))
     in_memory = [value.stride()[axis] for axis in order]
     return tuple(order) if in_memory == strides[::-1][: value.dim()] else None
+
+
+def _base(value: torch.Tensor) -> torch.Tensor:
+    """Returns the tensor of which autograd knows that a tensor is a view."""
+    return value if value._base is None else value._base
 
 
 def _memory(value: torch.Tensor) -> int:

@@ -48,6 +48,7 @@ from .arguments import (
     links,
     merged,
     private,
+    refuse_new_buffers,
     refuse_shared_memory,
     refuse_subclasses,
     without_reading_memory,
@@ -450,14 +451,16 @@ class CallGraphs:
         outside = {*notes.tensors, *notes.scalars}
         self._outside.update(self._reads.carried(owned=False))
         state = [(self._outside, name) if name in outside else self._place(name) for name in forward.state]
-        linked = links(outputs, [*(owner[name] for owner, name in state), *copies.values()])
+        taken = [*(owner[name] for owner, name in state), *copies.values()]
+        linked = links(outputs, taken, {at for part in passes.parts for at in part} if with_grad else None)
         changes_inputs = bool(forward.input_updates)
         results = self._results(result, notes)
         root = Root(module, None, self._arguments)
         graphs = ExportedGraphs(
             description, passes, state, results, notes, root, linked, changes_inputs, entries, returned
         )
-        if backward and not reduces_early():  # each process would choose by itself
+        # Each process would choose by itself, and the parts of a call take no turns.
+        if len(passes.parts) == 1 and not reduces_early():
             begin = functools.partial(builder.compile_later, sample, None, forward, backward)
             self._compilations.begin(begin, functools.partial(self._add_rival, graphs))
         return graphs
@@ -556,6 +559,7 @@ class CallGraphs:
         args, kwargs = list(values.values())[: len(positional)], {name: values[name] for name in named}
         modes = self._watch.modes if self._watch else None
         began = {name: dict(value) for name, value in values.items() if type(value) is dict}
+        buffers = dict(self._module.named_buffers())
         self._trial = Recorder(Pair(self._module))
         with (
             BORROWED,
@@ -566,6 +570,7 @@ class CallGraphs:
             without_reading_memory(copies),
         ):
             result = self._module(*args, **kwargs)
+            refuse_new_buffers(result, buffers, dict(self._module.named_buffers()))
         at = dict(zip(layouts, (*range(len(positional)), *named), strict=True))
         keys = filled(layouts, values, began, copies, self._changing)
         entries = tuple(Entries(at[name], *of_name) for name, of_name in keys.items())

@@ -23,7 +23,8 @@ __all__ = ["CallsInTurns", "Passes", "SizedPasses", "reduces_early"]
 
 _DDP: Any = torch.nn.parallel.DistributedDataParallel
 Tensors = Sequence[torch.Tensor]
-CheckGradients = Callable[[Sequence[torch.Tensor | None], Sequence[torch.Tensor | None]], None]
+CheckGradients = Callable[[Mapping[int, torch.Tensor], Sequence[torch.Tensor | None]], None]
+Run = Callable[[], tuple[Tensors, list[torch.Tensor]]]
 Kinds = Sequence[tuple[torch.Size, torch.dtype]]
 
 
@@ -49,7 +50,8 @@ class Passes:
         outputs: The number of tensors that the module returns.
         saved: What the backward pass needs: whether each is a value (or a result of the forward pass), and its place.
         trained: Places of the values that get gradients.
-        differentiable: Places of the outputs that have gradients.
+        parts: Places of the outputs that require grad, in parts that can be differentiated one after the other: autograd
+            keeps what one of them needs when the backward pass of another has ended.
         updates: The place of each value that the call changes, and the place of its new value among the results.
         conditions: Name of a condition -> its place among the results.
     """
@@ -70,7 +72,9 @@ class Passes:
         self.updates = [(values[name], results[new]) for name, new in updated.items()]
         self.saved: list[tuple[bool, int]] = []
         self.trained: list[int] = []
-        self.differentiable: list[int] = []
+        differentiable = {results[name]: part for name, part in forward.differentiable.items()}
+        parts = dict.fromkeys(differentiable.values())
+        self.parts = [[place for place, other in differentiable.items() if other == part] for part in parts]
         self._backward: list[_Backward] = []
         if backward:
             whole = backward[-1]
@@ -79,13 +83,12 @@ class Passes:
             names = {forward.state[name]: ("gradients", name) for name in whole.gradients}
             names |= {name: ("input_gradients", name) for name in whole.input_gradients}
             self.trained = [values[name] for name in names]
-            self.differentiable = [results[name] for name in whole.tangents]
             outputs = [spec.name for spec in forward.outputs]
             self._backward = [_Backward(step, needed, outputs, list(names.values()), load) for step in backward]
 
     def backward(self, places: frozenset[int]) -> _Backward:
         """Returns the smallest backward pass that takes the gradients of the outputs at these places."""
-        return next(backward for backward in self._backward if places <= backward.takes)
+        return next((backward for backward in self._backward if places <= backward.takes), self._backward[-1])
 
     @functools.cached_property
     def groups(self) -> list[list[int]]:
@@ -236,8 +239,8 @@ class SizedPasses:
 
         Args:
             values: Parameters, buffers and inputs.
-            check: Receives the gradients of the outputs and of the trained values in each backward pass, and raises to
-                discard them.
+            check: Receives the gradients of the outputs, by their places, and those of the trained values in each
+                backward pass, and raises to discard them.
 
         Raises:
             ValueBranchError: If the inputs take another branch of the module than the graph; nothing has changed then.
@@ -264,21 +267,34 @@ class SizedPasses:
         trained = [values[place] for place in self.passes.trained]
         if not trained:
             return self.forward(values)[0]
+        parts, run = self.passes.parts, functools.partial(self.forward, values)
+        if len(parts) > 1:
+            return self._run_in_parts(parts, run, check, trained)
         outputs: tuple[torch.Tensor, ...]
-        if check is not None:
-            outputs = _Checked.apply(self, values, check, *trained)  # type: ignore[no-untyped-call]
-            return outputs
         # DistributedDataParallel reduces the first gradients while the backward pass computes the others: see _Stages.
-        groups = self.passes.groups if reduces_early() else []
+        groups = self.passes.groups if reduces_early() and check is None else []
         if len(groups) < 2:
-            outputs = _Function.apply(self, values, *trained)  # type: ignore[no-untyped-call]
+            outputs = _Function.apply(self, run, None, check, *trained)  # type: ignore[no-untyped-call]
             return outputs
         stages, token = _Stages(), torch.empty(0)
         for group in reversed(groups[1:]):
             token = _Later.apply(stages, group, token, *(trained[at] for at in group))  # type: ignore[no-untyped-call]
         first = [trained[at] for at in groups[0]]
-        outputs = _First.apply(self, values, stages, groups[0], token, *first)  # type: ignore[no-untyped-call]
+        outputs = _First.apply(self, run, stages, groups[0], token, *first)  # type: ignore[no-untyped-call]
         return outputs
+
+    def _run_in_parts(
+        self, parts: Sequence[Sequence[int]], run: Run, check: CheckGradients | None, trained: Tensors
+    ) -> tuple[torch.Tensor, ...]:
+        """Runs the forward pass, as several functions of autograd, each with the outputs of one part."""
+        with torch.no_grad():
+            outputs, saved = run()
+        results = list(outputs)
+        for places in parts:
+            of_part = _Function.apply(self, lambda: (outputs, saved), places, check, *trained)  # type: ignore[no-untyped-call]
+            for place, output in zip(places, of_part, strict=True):
+                results[place] = output
+        return tuple(results)
 
     def forward(self, values: Tensors) -> tuple[tuple[torch.Tensor, ...], list[torch.Tensor]]:
         """Runs the forward pass and changes buffers and inputs; returns the outputs, and what the backward pass needs.
@@ -331,38 +347,31 @@ class CallsInTurns:
 
 
 class _Function(torch.autograd.Function):
-    """A call whose backward pass runs at once."""
+    """A call, or some of its outputs, whose backward pass runs at once."""
 
     @staticmethod
-    def forward(ctx: Any, call: SizedPasses, values: Tensors, *trained: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(
+        ctx: Any,
+        call: SizedPasses,
+        run: Run,
+        places: Sequence[int] | None,
+        check: CheckGradients | None,
+        *trained: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
         call.trained = call.trained or _kinds(trained)
-        return _forward(ctx, call, values)
+        ctx.check = check
+        return _forward(ctx, call, run, places)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         start = time.perf_counter()
-        backward, values, outputs = _begin(ctx, gradients)
-        results = backward.run(values, outputs, ctx.call.trained)
+        backward, values, gradient_of = _begin(ctx, gradients)
+        results = backward.run(values, gradient_of.keys(), ctx.call.trained)
         if ctx.call.took is not None:
             ctx.call.took(time.perf_counter() - start)
-        return (None, None, *results)
-
-
-class _Checked(torch.autograd.Function):
-    """A call whose gradients are checked before autograd gets them."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, call: SizedPasses, values: Tensors, check: CheckGradients, *trained: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        ctx.check = check
-        return _Function.forward(ctx, call, values, *trained)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        trained_gradients = _Function.backward(ctx, *gradients)[2:]
-        ctx.check(gradients, trained_gradients)
-        return (None, None, None, *trained_gradients)
+        if ctx.check is not None:
+            ctx.check(gradient_of, results)
+        return (None, None, None, None, *results)
 
 
 @dataclasses.dataclass
@@ -384,15 +393,15 @@ class _First(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, call: SizedPasses, values: Tensors, stages: _Stages, group: list[int], *rest: torch.Tensor
+        ctx: Any, call: SizedPasses, run: Run, stages: _Stages, group: list[int], *rest: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         ctx.stages, ctx.group = stages, group
-        return _forward(ctx, call, values)
+        return _forward(ctx, call, run)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
-        backward, values, outputs = _begin(ctx, gradients)
-        ctx.stages.take = backward.run_in_stages(values, outputs)
+        backward, values, gradient_of = _begin(ctx, gradients)
+        ctx.stages.take = backward.run_in_stages(values, gradient_of.keys())
         return (None, None, None, None, torch.empty(0), *ctx.stages.take(ctx.group))
 
 
@@ -409,32 +418,47 @@ class _Later(torch.autograd.Function):
         return (None, None, torch.empty(0), *ctx.stages.take(ctx.group))
 
 
-def _forward(ctx: Any, call: SizedPasses, values: Tensors) -> tuple[torch.Tensor, ...]:
-    """Runs the forward pass of a function of autograd, and saves what its backward pass needs."""
-    outputs, saved = call.forward(values)
+def _forward(
+    ctx: Any, call: SizedPasses, run: Run, places: Sequence[int] | None = None
+) -> tuple[torch.Tensor, ...]:
+    """Runs the forward pass of a function of autograd, and saves what its backward pass needs.
+
+    Args:
+        ctx: Of the function.
+        call: The call.
+        run: Runs the forward pass.
+        places: The places of the outputs to return; None for all.
+    """
+    outputs, saved = run()
     ctx.save_for_backward(*saved)
     ctx.set_materialize_grads(False)  # an output without a gradient gets None, which chooses a smaller backward pass
     ctx.call, ctx.outputs = call, _kinds(outputs)
-    differentiable = call.passes.differentiable
-    if len(differentiable) < len(outputs):
-        fixed = [value for place, value in enumerate(outputs) if place not in differentiable]
-        ctx.mark_non_differentiable(*fixed)
-    return outputs
+    ctx.places = range(len(outputs)) if places is None else places
+    # Autograd forbids changes in place of views that a function makes; a detached one is none.
+    returned = [value.detach() if value._is_view() else value for value in map(outputs.__getitem__, ctx.places)]
+    if places is None:
+        (differentiable,) = call.passes.parts or ((),)
+        if len(differentiable) < len(returned):
+            ctx.mark_non_differentiable(*(v for place, v in enumerate(returned) if place not in differentiable))
+    return tuple(returned)
 
 
-def _begin(ctx: Any, gradients: Sequence[torch.Tensor | None]) -> tuple[_Backward, list[Any], Collection[int]]:
-    """Returns a backward pass, its inputs, and the places of the outputs whose gradients autograd has passed."""
+def _begin(
+    ctx: Any, gradients: Sequence[torch.Tensor | None]
+) -> tuple[_Backward, list[Any], Mapping[int, torch.Tensor]]:
+    """Returns a backward pass, its inputs, and the gradients that autograd has passed, by the places of the outputs."""
     if torch.is_grad_enabled():
         raise NotImplementedError(
             "ORTModule can't be differentiated twice: its backward pass is a graph without a backward pass of its own. "
             "Leave out create_graph=True, or call the module inside, model.module, for this step"
         )
-    gradient_of = {place: gradient for place, gradient in enumerate(gradients) if gradient is not None}
+    pairs = zip(ctx.places, gradients, strict=True)
+    gradient_of = {place: gradient for place, gradient in pairs if gradient is not None}
     backward = ctx.call.passes.backward(frozenset(gradient_of))
     values = backward.values(ctx.saved_tensors, gradient_of, ctx.call, ctx.outputs)
     # So that the pass can free each tensor after its last use; with retain_graph=True it does nothing.
     ctx.maybe_clear_saved_tensors()
-    return backward, values, gradient_of.keys()
+    return backward, values, gradient_of
 
 
 def _kinds(values: Tensors) -> list[tuple[torch.Size, torch.dtype]]:

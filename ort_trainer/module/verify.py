@@ -202,18 +202,18 @@ class _EagerCall:
             self.refuse(f"forward() returns the constants {self._constants}, and the graph {ours}.", "Nothing changed.")
 
     def check_gradients(
-        self, gradients: Sequence[torch.Tensor | None], trained_gradients: Sequence[torch.Tensor | None]
+        self, gradients: Mapping[int, torch.Tensor], trained_gradients: Sequence[torch.Tensor | None]
     ) -> None:
         """Compares the gradients of a backward pass.
 
         Args:
-            gradients: Those of the outputs, which it took.
+            gradients: Those of the outputs, which it took, by their places.
             trained_gradients: Those of the trained values.
 
         Raises:
             VerificationError: If one differs.
         """
-        tangents = {f"output_{at}": value for at, value in enumerate(gradients) if value is not None}
+        tangents = {f"output_{at}": value for at, value in gradients.items()}
         trained = self._trained_names()
         ours = {name: value for name, value in zip(trained, trained_gradients, strict=True) if value is not None}
         theirs = self._reference(tangents)

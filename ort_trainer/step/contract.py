@@ -127,6 +127,8 @@ class Step:
         buffer_updates: Name of a buffer that training changes -> graph output.
         reset: With ``sums``, graph input, bool [1]: True overwrites them with the gradients, False adds to them.
         input_updates: Name of an input that a call changes in place -> graph output.
+        differentiable: Of the forward pass of a call, name of an output that requires grad -> its part: the gradients of
+            outputs in different parts have no computation in common.
         saved: What the forward pass of a call returns for the backward pass.
         tangents: Of a backward pass, name of an output of the call -> graph input, its gradient.
         input_gradients: Of a backward pass, name of an input of the call -> graph output.
@@ -157,6 +159,7 @@ class Step:
     sums: Mapping[str, str] = field(default_factory=dict)
     buffer_updates: Mapping[str, str] = field(default_factory=dict)
     input_updates: Mapping[str, str] = field(default_factory=dict)
+    differentiable: Mapping[str, int] = field(default_factory=dict)
     saved: tuple[TensorSpec, ...] = ()
     tangents: Mapping[str, str] = field(default_factory=dict)
     input_gradients: Mapping[str, str] = field(default_factory=dict)
@@ -378,8 +381,8 @@ class OptimizerModel:
 _OF_CALLS = ("forward", "backward")
 # What is not in the metadata, and what is left out of them where it is empty, as artifacts have always done.
 _APART = ("stored", "programs", "kept", "sums", "model")
-_MAY_LACK = frozenset({"micro_batches", "loss_scale", "origins", "order", "probability"}) | frozenset(
-    {"left", "input_updates", "saved", "tangents", "input_gradients", "depends", "assumptions", "measured"}
+_MAY_LACK = frozenset({"micro_batches", "loss_scale", "origins", "order", "probability", "measured"}) | frozenset(
+    {"left", "input_updates", "differentiable", "saved", "tangents", "input_gradients", "depends", "assumptions"}
 )
 
 

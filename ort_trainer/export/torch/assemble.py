@@ -20,7 +20,7 @@ from ...options import InputDescription, ModelDescription
 from ...step import SIZES, Dim, RandomInput, Step, TensorSpec, dtype_name
 from ...step.emitter import Names
 from .capture.step_module import ExportedStep
-from .graph.divide import Part, depends_on, divide, without
+from .graph.divide import Part, depends_on, divide, independent, without
 from .graph.flat_graph import FlatGraph
 from .graph.kernels import Kernels
 from .graph.named_graph import NamedGraph, Sizes, add_sizes, sizes_of
@@ -35,6 +35,8 @@ Node = torch.fx.Node
 Named = list[tuple[Node, str]]
 
 _LOSS_SCALE = "__loss_scale_input_name"
+# Each costs the lowering of a backward pass.
+_MAXIMUM_PARTS = 4
 
 
 class Assembler:
@@ -160,13 +162,17 @@ class Assembler:
         specs = tuple(self._spec(node, name) for node, name in results[len(results) - len(saved) :])
         lowered = self._lowered(part, inputs, results, self._sizes(part.inputs), saved.values())
         # Compiling loops may add conditions on sizes, which are the forward pass' to check.
-        backwards = self._backwards(divided.backward, saved) if of_backward else ()
+        parts = self._parts(divided.backward)
+        backwards = self._backwards(divided.backward, saved, parts) if of_backward else ()
         forward = self._forward(
             "forward",
             lowered,
             loss="",
             state={name: self._state[node.name] for node, name in flat.state.items()},
             input_updates=self._input_updates,
+            differentiable={
+                self._outputs[flat.tangents[tangent]]: number for number, part in enumerate(parts) for tangent in part
+            },
             saved=specs,
         )
         return forward, backwards
@@ -208,21 +214,33 @@ class Assembler:
     def _sizes(self, placeholders: Mapping[str, Node]) -> Sizes:
         return sizes_of((placeholders[node], entry.shape) for node, entry in self._batch.items())
 
-    def _backwards(self, part: Part, saved: Mapping[str, str]) -> tuple[Step, ...]:
+    def _parts(self, part: Part) -> list[list[Node]]:
+        """Returns the tangents in groups that have backward passes of their own; all in one if there would be many."""
+        tangents, of_part = [*self._flat.tangents], part.inputs
+        groups = independent(part, [of_part[node.name] for node in tangents if node.name in of_part])
+        if not (self._kernels.of_pytorch and 1 < len(groups) <= _MAXIMUM_PARTS):
+            return [tangents] if tangents else []
+        unused = [node for node in tangents if node.name not in of_part]
+        parts = [[node for node in tangents if of_part.get(node.name) in group] for group in groups]
+        return [[*unused, *parts[0]], *parts[1:]]
+
+    def _backwards(self, part: Part, saved: Mapping[str, str], parts: Sequence[Sequence[Node]]) -> tuple[Step, ...]:
         """Returns the backward passes.
 
         Args:
             part: The pass that takes the gradients of all outputs.
             saved: Node of the forward pass -> the graph output that has its value.
+            parts: Tangents that may be given without the others.
         """
         flat, tangents = self._flat, [node.name for node in self._flat.tangents]
-        backwards = []
+        smaller: dict[tuple[str, ...], None] = {}
         # For ONNX Runtime the symbolic sizes of zeros would have to be computed.
         if len(tangents) > 1 and self._kernels.of_pytorch:
             sizes = {node.name: flat.outputs[index].meta["val"].numel() for node, index in flat.tangents.items()}
-            likely = next((tangent for tangent in tangents if sizes[tangent] == 1), tangents[0])
-            backwards.append(self._backward(_copied(part), saved, [likely]))
-        return (*backwards, self._backward(part, saved, tangents))
+            smaller[(next((tangent for tangent in tangents if sizes[tangent] == 1), tangents[0]),)] = None
+            smaller |= dict.fromkeys(tuple(node.name for node in group) for group in parts[len(parts) == 1 :])
+        passes = [self._backward(_copied(part), saved, names) for names in smaller]
+        return (*passes, self._backward(part, saved, tangents))
 
     def _backward(self, part: Part, saved: Mapping[str, str], tangent_nodes: Sequence[str]) -> Step:
         flat = self._flat

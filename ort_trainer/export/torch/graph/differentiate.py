@@ -34,6 +34,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from ....core.errors import ExportError
 from ....options import InputDescription
+from ..capture.call import CallModule
 from ..capture.capture import Capture, capturing
 from ..capture.step_module import StepModule, canonical_names
 from ..fx.explain import explain, source_line, way_out
@@ -42,6 +43,7 @@ from ..operators.autocast import as_operator
 from ..operators.registry import Operator, composites
 from ..outside.values import memory_of
 from .cell_loops import roll_up_loops
+from .divide import Part, without
 from .equal_layers import EqualLayers
 from .flat_graph import FlatGraph
 from .kernels import Kernels
@@ -114,6 +116,7 @@ def differentiate(
     tensors |= dict(core.named_buffers(remove_duplicate=False))
     constants = captured.exported.constants
     canonical = canonical_names(module.model, module)
+    _forget_histories(joint, inputs, isinstance(module, CallModule))
     outside = module.outside()
     for name in dict.fromkeys((*tensors, *constants)):
         if name not in canonical and name.startswith("loss_fn.") and name in outside:
@@ -243,6 +246,44 @@ def _drop_assertions(graph: torch.fx.Graph) -> None:
             graph.erase_node(node)
 
 
+def _forget_histories(joint: torch.fx.GraphModule, inputs: Sequence[InputDescription], of_call: bool) -> None:
+    """Removes what a backward pass would compute from gradients of tensors that forward() changes in place.
+
+    In PyTorch such a tensor has a history if its new value requires grad. After a step nothing is differentiated.
+
+    Args:
+        joint: The graph.
+        inputs: Descriptions of the batch.
+        of_call: Whether the caller may differentiate the new value.
+
+    Raises:
+        ExportError: If the caller may do so, or if a zero would be needed that has symbolic sizes.
+    """
+    tangents = [node for node in joint.graph.find_nodes(op="placeholder") if _is_tangent(node)]
+    forgotten = [node for node in tangents if isinstance(node.meta["desc"].output, InputMutationAOTOutput)]
+    if not forgotten:
+        return
+    what = forgotten[0].meta["desc"].output.mutated_input
+    name = inputs[what.idx].name if isinstance(what, PlainAOTInput) else what.target.removeprefix("model.")
+    message = (
+        f"forward() changes {name!r} in place to a value that requires grad, and a graph does not keep its history: "
+        "detach() what you put into it, or change it under torch.no_grad()"
+    )
+    if of_call:
+        raise ExportError(message)
+    placeholders = len(joint.graph.find_nodes(op="placeholder"))
+    (end,) = joint.graph.find_nodes(op="output")
+    without(Part(joint, {}, [*end.args[0]]), tangents, forgotten)
+    if len(joint.graph.find_nodes(op="placeholder")) > placeholders:
+        raise ExportError(message)
+    for node in forgotten:
+        joint.graph.erase_node(node)
+
+
+def _is_tangent(node: torch.fx.Node) -> bool:
+    return isinstance(node.meta["desc"], TangentAOTInput)
+
+
 def _sort(
     joint: torch.fx.GraphModule, canonical: Mapping[str, str], tensors: Mapping[str, Any], symbols: SymbolTable
 ) -> FlatGraph:
@@ -266,8 +307,8 @@ def _sort(
         elif isinstance(what, PlainAOTInput):
             result.batch[node] = what.idx
         elif isinstance(what, TangentAOTInput):
-            # The other kind is of an input that is changed in place, which is an error or needs no gradient.
-            result.tangents[node] = what.output.idx if isinstance(what.output, PlainAOTOutput) else -1
+            assert isinstance(what.output, PlainAOTOutput)
+            result.tangents[node] = what.output.idx
         else:
             raise ExportError(_unsupported_input(what, joint.graph))
     lift_attributes(joint, result.constants)

@@ -19,7 +19,7 @@ import torch
 from ..fx.symbols import number_of_elements
 from ..fx.values import base_of, inputs_first, is_tensor, marks_reaching, needed_for, reached
 
-__all__ = ["Divided", "Part", "depends_on", "divide", "part_of", "without"]
+__all__ = ["Divided", "Part", "depends_on", "divide", "independent", "part_of", "without"]
 
 aten = torch.ops.aten
 Node = torch.fx.Node
@@ -151,6 +151,24 @@ def part_of(
 def depends_on(part: Part, tangents: Collection[Node]) -> dict[Node, set[Node]]:
     """Returns which tangents each node of a backward pass depends on."""
     return marks_reaching(part.module.graph.nodes, tangents, operator.attrgetter("all_input_nodes"))
+
+
+def independent(part: Part, tangents: Collection[Node]) -> list[set[Node]]:
+    """Returns the tangents in groups: what is computed from one group is not computed from another.
+
+    Sums of gradients that the pass returns do not count, as autograd itself adds what the groups give a parameter.
+    """
+    (end,) = part.module.graph.find_nodes(op="output")
+    sums = {end}
+    groups = [{tangent} for tangent in tangents]
+    for node in reversed(part.module.graph.nodes):
+        if node.target is aten.add.Tensor and sums.issuperset(node.users):
+            sums.add(node)
+    for node, needed in depends_on(part, tangents).items():
+        joined = [group for group in groups if group & needed] if node not in sums else []
+        if len(joined) > 1:
+            groups = [*(group for group in groups if group not in joined), set().union(*joined)]
+    return groups
 
 
 def without(part: Part, tangents: Collection[Node], absent: Collection[Node]) -> None:
