@@ -23,6 +23,7 @@ import torch
 from ..core.errors import ExportError
 from ..engine.torch_memory import dense_order, put_back
 from ..export.nested import Layout, flatten, mapped, with_numbers_apart
+from ..export.torch.fx.explain import with_history
 
 __all__ = [
     "Link",
@@ -34,8 +35,10 @@ __all__ = [
     "merged",
     "private",
     "refuse_new_buffers",
+    "refuse_other_gradients",
     "refuse_shared_memory",
     "refuse_subclasses",
+    "without_histories",
     "without_reading_memory",
 ]
 
@@ -126,6 +129,40 @@ def without_reading_memory(leaves: Mapping[str, torch.Tensor]) -> Iterator[None]
         )
 
 
+@contextlib.contextmanager
+def without_histories(buffers: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """A context of a trial run, which raises if the run leaves a history that a graph would not.
+
+    Args:
+        buffers: The module's buffers.
+
+    Raises:
+        ExportError: If a buffer has one, or a tensor within the module is to retain its gradient.
+    """
+    retain: Any = torch.Tensor.retain_grad
+    retained: list[torch.Size] = []
+
+    def watched(tensor: torch.Tensor) -> None:
+        retained.append(tensor.shape)
+        retain(tensor)
+
+    fixed = {name: buffer for name, buffer in buffers.items() if not buffer.requires_grad}
+    try:
+        with mock.patch.object(torch.Tensor, "retain_grad", watched):
+            yield
+    finally:
+        changed = [name for name, buffer in fixed.items() if buffer.requires_grad]
+        for name in changed:
+            fixed[name].detach_()
+    if changed:
+        raise ExportError(with_history(changed[0]))
+    if retained:
+        raise ExportError(
+            f"forward() calls retain_grad() of a tensor of shape {list(retained[0])}, which would get no gradient in a "
+            "graph: return it, and call retain_grad() of the result"
+        )
+
+
 def refuse_shared_memory(leaves: Mapping[str, torch.Tensor], state: Sequence[torch.Tensor]) -> None:
     """Raises if inputs share memory with each other or with the module, for graphs that change inputs in place.
 
@@ -140,9 +177,7 @@ def refuse_shared_memory(leaves: Mapping[str, torch.Tensor], state: Sequence[tor
         )
 
 
-def refuse_new_buffers(
-    result: Any, before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor]
-) -> None:
+def refuse_new_buffers(result: Any, before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor]) -> None:
     """Raises if a result shares memory with a buffer that the call has replaced: a graph changes the former one.
 
     Args:
@@ -261,15 +296,12 @@ class Link:
         tensors[self.place] = source.detach() if self.detached else source
 
 
-def links(
-    outputs: Sequence[torch.Tensor], values: Sequence[torch.Tensor], differentiable: Collection[int] | None
-) -> list[Link]:
+def links(outputs: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> list[Link]:
     """Returns the links of a call's results.
 
     Args:
         outputs: The results of a run.
         values: Parameters, buffers and inputs of that run.
-        differentiable: The places of the results that require grad; None for a call without gradients.
 
     Raises:
         ExportError: If a result shares a part of its memory with another tensor.
@@ -279,9 +311,8 @@ def links(
     for place, value in enumerate(values):
         sources.setdefault(_memory(value), []).append((place, True, value))
     # A graph returns contiguous tensors, so the others are views of them, or detached forms of those that require grad.
-    trained = differentiable or ()
-    order = sorted(range(len(outputs)), key=lambda at: (not _is_in_order(outputs[at]), at not in trained))
-    for place, output in zip(order, map(outputs.__getitem__, order), strict=True):
+    order = sorted(enumerate(outputs), key=lambda pair: (not _is_in_order(pair[1]), not pair[1].requires_grad))
+    for place, output in order:
         group = sources.setdefault(_memory(output), [])
         for source, of_values, value in group if output.numel() else ():
             if not _overlap(value, output):
@@ -295,18 +326,39 @@ def links(
                 or not (of_values or _is_in_order(value))
                 or value.numel() != output.numel()
                 or value.dtype != output.dtype
-                or not (of_values or place not in trained or source in trained)
+                or output.requires_grad > value.requires_grad
             ):
                 raise ExportError(_PART)
             else:
-                # Without gradients, PyTorch's views require grad if their base does.
-                detached = place not in trained and (differentiable is not None or _base(output) is not _base(value))
                 ones = _ones(value), _ones(output)
-                shared.append(Link(place, source, of_values, (held, wanted), ones, detached))
+                shared.append(Link(place, source, of_values, (held, wanted), ones, not output.requires_grad))
             break
         else:
             group.append((place, False, output))
     return shared
+
+
+def refuse_other_gradients(
+    outputs: Sequence[torch.Tensor], differentiable: Collection[int], links: Sequence[Link]
+) -> None:
+    """Raises if a result of a run requires grad, and that of the graph does not, or the other way round.
+
+    Args:
+        outputs: The results of the run.
+        differentiable: The places of the graph's results that require grad.
+        links: Results that are other tensors.
+
+    Raises:
+        ExportError: If so.
+    """
+    others = {link.place for link in links}
+    for place, output in enumerate(outputs):
+        if place not in others and output.requires_grad != (place in differentiable):
+            does, graph = ("requires grad", "does not") if output.requires_grad else ("does not require grad", "does")
+            raise ExportError(
+                f"result {place} of forward() {does}, and that of the graph {graph}: forward() must not ask whether it "
+                "is compiled or exported"
+            )
 
 
 def check_links(
@@ -350,11 +402,6 @@ def _whole_order(value: torch.Tensor) -> tuple[int, ...] | None:
     strides = list(itertools.accumulate(reversed(sizes[1:]), lambda stride, size: stride * max(size, 1), initial=1))
     in_memory = [value.stride()[axis] for axis in order]
     return tuple(order) if in_memory == strides[::-1][: value.dim()] else None
-
-
-def _base(value: torch.Tensor) -> torch.Tensor:
-    """Returns the tensor of which autograd knows that a tensor is a view."""
-    return value if value._base is None else value._base
 
 
 def _memory(value: torch.Tensor) -> int:

@@ -49,8 +49,10 @@ from .arguments import (
     merged,
     private,
     refuse_new_buffers,
+    refuse_other_gradients,
     refuse_shared_memory,
     refuse_subclasses,
+    without_histories,
     without_reading_memory,
 )
 from .fallback import (
@@ -399,7 +401,7 @@ class CallGraphs:
         device = _device_of([*leaves.values(), *module.parameters(), *module.buffers()])
         refuse_subclasses(leaves)
         copies = {name: clone(value) for name, value in leaves.items()}
-        result, entries, returned = self._result(positional, dict(named), copies, device)
+        result, entries, returned = self._result(positional, dict(named), copies, device, with_grad)
         if entries and options.debug.verify_every:
             raise ExportError(
                 "forward() changes a dict among its arguments, which debug.verify_every can't compare: return what it "
@@ -452,7 +454,8 @@ class CallGraphs:
         self._outside.update(self._reads.carried(owned=False))
         state = [(self._outside, name) if name in outside else self._place(name) for name in forward.state]
         taken = [*(owner[name] for owner, name in state), *copies.values()]
-        linked = links(outputs, taken, {at for part in passes.parts for at in part} if with_grad else None)
+        linked = links(outputs, taken)
+        refuse_other_gradients(outputs, {at for part in passes.parts for at in part}, linked)
         changes_inputs = bool(forward.input_updates)
         results = self._results(result, notes)
         root = Root(module, None, self._arguments)
@@ -546,8 +549,9 @@ class CallGraphs:
         named: Mapping[str, Layout],
         copies: Mapping[str, torch.Tensor],
         device: torch.device,
+        with_grad: bool,
     ) -> tuple[Any, tuple[Entries, ...], int | str | None]:
-        """Runs the module once on copies, to see what it returns; leaves no side effects.
+        """Runs the module once on copies, to see what it returns and what of it requires grad; leaves no side effects.
 
         Returns:
             The result, with the entries that it sets in dicts among its arguments, if any; the keys of these entries;
@@ -557,17 +561,19 @@ class CallGraphs:
         layouts |= {name: private(layout) for name, layout in named.items()}
         values = {name: rebuild(layout, {**copies, **self._arguments}) for name, layout in layouts.items()}
         args, kwargs = list(values.values())[: len(positional)], {name: values[name] for name in named}
-        modes = self._watch.modes if self._watch else None
+        modes, trainable = (self._watch.modes, self._watch.trainable) if self._watch else (None, ())
         began = {name: dict(value) for name, value in values.items() if type(value) is dict}
         buffers = dict(self._module.named_buffers())
         self._trial = Recorder(Pair(self._module))
         with (
             BORROWED,
-            borrowed(self._module, (), self._module.training, modes),
+            borrowed(self._module, trainable, self._module.training, modes),
             self._trial.running(),
             random_state_kept(device),
             settled(self._module),
             without_reading_memory(copies),
+            without_histories(buffers),
+            torch.set_grad_enabled(with_grad),
         ):
             result = self._module(*args, **kwargs)
             refuse_new_buffers(result, buffers, dict(self._module.named_buffers()))

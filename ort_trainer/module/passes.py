@@ -50,8 +50,7 @@ class Passes:
         outputs: The number of tensors that the module returns.
         saved: What the backward pass needs: whether each is a value (or a result of the forward pass), and its place.
         trained: Places of the values that get gradients.
-        parts: Places of the outputs that require grad, in parts that can be differentiated one after the other: autograd
-            keeps what one of them needs when the backward pass of another has ended.
+        parts: Places of the outputs that require grad, in parts that can be differentiated one after the other.
         updates: The place of each value that the call changes, and the place of its new value among the results.
         conditions: Name of a condition -> its place among the results.
     """
@@ -418,9 +417,7 @@ class _Later(torch.autograd.Function):
         return (None, None, torch.empty(0), *ctx.stages.take(ctx.group))
 
 
-def _forward(
-    ctx: Any, call: SizedPasses, run: Run, places: Sequence[int] | None = None
-) -> tuple[torch.Tensor, ...]:
+def _forward(ctx: Any, call: SizedPasses, run: Run, places: Sequence[int] | None = None) -> tuple[torch.Tensor, ...]:
     """Runs the forward pass of a function of autograd, and saves what its backward pass needs.
 
     Args:

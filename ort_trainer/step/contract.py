@@ -127,8 +127,8 @@ class Step:
         buffer_updates: Name of a buffer that training changes -> graph output.
         reset: With ``sums``, graph input, bool [1]: True overwrites them with the gradients, False adds to them.
         input_updates: Name of an input that a call changes in place -> graph output.
-        differentiable: Of the forward pass of a call, name of an output that requires grad -> its part: the gradients of
-            outputs in different parts have no computation in common.
+        differentiable: Of the forward pass of a call, name of an output that requires grad -> its part: gradients of
+            different parts have no computation in common.
         saved: What the forward pass of a call returns for the backward pass.
         tangents: Of a backward pass, name of an output of the call -> graph input, its gradient.
         input_gradients: Of a backward pass, name of an input of the call -> graph output.

@@ -7,6 +7,8 @@ import logging
 import threading
 import warnings
 from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -81,7 +83,7 @@ def borrowed(
             part.training = mode
         for name, parameter in module.named_parameters():
             parameter.requires_grad_(name in trainable)
-        with saved_tensors_hooks(_as_it_is, _as_it_is):
+        with saved_tensors_hooks(_as_it_is, _as_it_is), _without_hooks_of_leaves():
             yield
     finally:
         for part, mode in modes_before:
@@ -102,6 +104,25 @@ def borrowed(
             f"forward() changes the size of the buffers {resized}, which a graph can't do: if only its first call does "
             "so, as with observers of torch.ao.quantization, call the model once before making the trainer"
         )
+
+
+@contextlib.contextmanager
+def _without_hooks_of_leaves() -> Iterator[None]:
+    """Refuses hooks that a forward pass registers on parameters or arguments, where they would stay."""
+    with contextlib.ExitStack() as stack:
+        for name in ("register_hook", "register_post_accumulate_grad_hook"):
+            register: Any = getattr(torch.Tensor, name)
+
+            def watched(tensor: torch.Tensor, hook: Any, register: Any = register) -> Any:
+                if tensor.is_leaf:
+                    raise ExportError(
+                        "forward() registers a hook on a parameter or an argument, which would stay there, and get "
+                        "gradients from elsewhere, too: register it before the call"
+                    )
+                return register(tensor, hook)
+
+            stack.enter_context(mock.patch.object(torch.Tensor, name, watched))
+        yield
 
 
 def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:

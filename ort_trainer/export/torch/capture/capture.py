@@ -197,11 +197,6 @@ def _watch_autograd() -> Iterator[list[str]]:
             custom_backward.append(function.__name__)
 
     def watched_hook(tensor: torch.Tensor, hook: Any) -> Any:
-        if tensor.is_leaf:
-            raise ExportError(
-                "forward() registers a hook on an argument or a parameter, which would stay there for gradients from "
-                "elsewhere: register it before the call"
-            )
         custom_backward.append("register_hook")
         return register_hook(tensor, hook)
 

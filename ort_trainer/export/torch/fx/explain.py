@@ -25,6 +25,7 @@ __all__ = [
     "source_line",
     "source_line_of_error",
     "way_out",
+    "with_history",
 ]
 
 # Not the user's code: PyTorch and this package.
@@ -41,6 +42,14 @@ _BEFORE_THE_STEP = (
     "before the step, in PyTorch under torch.no_grad(), if it needs no gradient (for example, to mine hard negatives), "
     "and pass the result as a label (docs/cookbook.md#hard-negatives)"
 )
+
+
+def with_history(name: str) -> str:
+    """Returns what is wrong with a change in place of a buffer or an argument that gives it a history."""
+    return (
+        f"forward() changes {name!r} in place to a value that requires grad, and a graph does not keep its history: "
+        "detach() what you put into it, or change it under torch.no_grad()"
+    )
 
 
 def explain(error: Exception, exporter: str, model: str) -> str:

@@ -37,7 +37,7 @@ from ....options import InputDescription
 from ..capture.call import CallModule
 from ..capture.capture import Capture, capturing
 from ..capture.step_module import StepModule, canonical_names
-from ..fx.explain import explain, source_line, way_out
+from ..fx.explain import explain, source_line, way_out, with_history
 from ..fx.symbols import SymbolTable
 from ..operators.autocast import as_operator
 from ..operators.registry import Operator, composites
@@ -265,17 +265,13 @@ def _forget_histories(joint: torch.fx.GraphModule, inputs: Sequence[InputDescrip
         return
     what = forgotten[0].meta["desc"].output.mutated_input
     name = inputs[what.idx].name if isinstance(what, PlainAOTInput) else what.target.removeprefix("model.")
-    message = (
-        f"forward() changes {name!r} in place to a value that requires grad, and a graph does not keep its history: "
-        "detach() what you put into it, or change it under torch.no_grad()"
-    )
     if of_call:
-        raise ExportError(message)
+        raise ExportError(with_history(name))
     placeholders = len(joint.graph.find_nodes(op="placeholder"))
     (end,) = joint.graph.find_nodes(op="output")
     without(Part(joint, {}, [*end.args[0]]), tangents, forgotten)
     if len(joint.graph.find_nodes(op="placeholder")) > placeholders:
-        raise ExportError(message)
+        raise ExportError(with_history(name))
     for node in forgotten:
         joint.graph.erase_node(node)
 
