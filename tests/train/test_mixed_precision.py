@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ort_trainer import ORTTrainer, ORTTrainerOptions, amp, optim
+from ort_trainer import ORTModule, ORTTrainer, ORTTrainerOptions, amp, optim
 
 from ..helpers import MLP, MLP_DESC, assert_close, mlp_batches, mlp_trainer
 
@@ -41,6 +41,64 @@ def test_numbers_are_those_of_autocast() -> None:
     for name, value in trainer.state_dict(pytorch_format=True).items():
         assert value.dtype == torch.float32
         assert_close(value, reference.state_dict()[name], 2e-2, name)
+
+
+class _Turned(torch.autograd.Function):
+    """Returns its input; its backward pass is a product."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient @ torch.full((3, 3), 0.1)
+
+
+class _PartlyInFp32(MLP):
+    """Computes its last layer, of small values, in fp32."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = torch.tanh(self.fc1(x))
+        with torch.autocast("cpu", enabled=False):
+            return F.linear(_Turned.apply(h.float()[:, :3]) * 1e-3, self.fc2.weight[:, :3], self.fc2.bias)
+
+
+def _squares(prediction: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+    return (prediction - label[:, None] * 3).square().sum()
+
+
+def _backward_of_module(model: MLP, module: Any, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = _squares(module(x), y)
+    loss.backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("way", ["auto", "onnxruntime", "module", "compile"])
+def test_the_backward_pass_is_outside_of_autocast(way: str) -> None:
+    """As PyTorch's: what is computed in fp32 forward has a gradient in fp32, and so has a product in a gradient."""
+    model, (x, y) = _PartlyInFp32(), mlp_batches(1)[0]
+    reference = copy.deepcopy(model)
+    expected = _backward_of_module(reference, reference, x, y)
+    if way == "module":
+        gradients = _backward_of_module(model, ORTModule(model), x, y)
+    elif way == "compile":
+        gradients = _backward_of_module(model, torch.compile(model, backend="ort_trainer"), x, y)
+    else:
+        options = {"mixed_precision": {"enabled": True, "dtype": "bfloat16"}, "utils": {"kernels": way}}
+        trainer = ORTTrainer(model, "auto", optim.SGDConfig(), loss_fn=_squares, options=options)
+        trainer.forward_backward(x, y)
+        gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    for name, gradient in expected.items():  # the first layer's product itself is in bfloat16
+        assert_close(gradients[name], gradient, 1e-5 if name.startswith("fc2") else 1e-2, name)
+
+
+def test_gradients_in_fp32_do_not_overflow() -> None:
+    trainer = ORTTrainer(_PartlyInFp32(), "auto", optim.SGDConfig(lr=1e-4), loss_fn=_squares, options=fp16())
+    scale = trainer.loss_scaler.loss_scale
+    trainer.train_step(*mlp_batches(1)[0])
+    assert trainer.train_step_info.all_finite and trainer.loss_scaler.loss_scale == scale
 
 
 def snapshot(trainer: ORTTrainer) -> dict[str, Any]:

@@ -1,0 +1,68 @@
+"""Results and arguments of calls that once differed from PyTorch, and some that the commit determines."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+
+import pytest
+
+from ..harness import choose
+from . import calls
+from .calls import Case, compare, draw, shrink
+from .compare import BAD, Outcome
+
+# Processor seconds after which no case begins.
+SECONDS = 20.0
+ALL = ("differentiate(total(results))",)
+EACH = ("results[1].square().sum().backward()", "results[0].square().sum().backward()")
+
+
+@pytest.mark.parametrize(
+    ("case", "kind"),
+    [
+        # A detached form of a result, an argument or a parameter, before or after it.
+        (Case(("h = self.a(x)",), ("h", "h.detach()"), ("results[1].div_(4)", *ALL)), "equal"),
+        (Case(("h = self.a(x)",), ("h.detach()", "h"), ALL), "equal"),
+        (Case(("h = self.w.detach()",), ("h[:]", "self.w.detach().t()", "self.a(x)"), ALL), "equal"),
+        (Case(("h = x.clone()",), ("h.detach()", "h.view(4, 4)"), ALL, arguments="x.requires_grad_()"), "equal"),
+        (Case(("h = self.w.expand(4, 4)",), ("h",), context="torch.no_grad()"), "equal"),
+        (Case(("h = self.w.view(2, 8)",), ("h",), context="torch.inference_mode()"), "equal"),
+        # What the caller changes in place, and differentiates in parts.
+        (Case((), ("self.a(x).view(2, 8)",), ("results[0].div_(2)", *ALL)), "equal"),
+        (Case((), ("self.a(x)", "torch.tanh(self.b(x))"), EACH), "equal"),
+        (Case((), ("torch.cat([self.w[:2], x[2:]])", "self.w.round()"), EACH), "equal"),
+        (Case((), ("x * self.w", "c * self.w"), EACH, kernels="onnxruntime"), "refused"),
+        # New values with a history, and hooks that would stay, are left to PyTorch.
+        (Case(("self.m.mul_(0.9).add_(self.w * 0.1)",), ("self.a(x)",), ALL), "in PyTorch"),
+        (Case(("c.add_(self.w)",), ("self.w.relu()",), ALL), "in PyTorch"),
+        (Case(("self.m = self.m * 0.9 + x.detach()",), ("self.m",)), "in PyTorch"),
+        (Case(("self.w.register_hook(lambda g: g * 2)",), ("x * self.w",), ALL), "in PyTorch"),
+        (Case(("h = self.a(x)", "h.retain_grad()"), ("h.tanh()",), ALL), "in PyTorch"),
+        (Case(("h = self.a(x)", "h.register_hook(lambda g: g * 2)"), ("h.tanh()",), ALL), "equal"),
+    ],
+    ids=lambda value: f"{value.forward} {value.results}" if isinstance(value, Case) else value,
+)
+def test_a_call(case: Case, kind: str) -> None:
+    outcome = compare(case)
+    assert outcome.kind == kind, outcome.text
+
+
+def test_cases_of_this_commit(request: pytest.FixtureRequest) -> None:
+    commit = request.config.getoption("seed") or choose.commit()
+    seed = int.from_bytes(hashlib.sha256(commit.encode()).digest()[:4], "big") * 1000
+    start, number = time.process_time(), 0
+    while time.process_time() - start < SECONDS and number < 100:
+        outcome = compare(draw(seed + number))
+        assert outcome.kind not in BAD, f"python -m tests.fuzz.calls --case {seed + number}: {outcome}"
+        number += 1
+    assert number > 3
+
+
+def test_shrinking_leaves_what_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(case: Case) -> Outcome:
+        return Outcome("wrong" if "h1 = x.t()" in case.forward and "x" in case.results else "equal")
+
+    monkeypatch.setattr(calls, "compare", fails)
+    case = Case(("h0 = x * 2", "h1 = x.t()"), ("h0", "x"), ALL, arguments="c = x", zero="pass")
+    assert shrink(case, fails(case)) == Case(("h1 = x.t()",), ("x",))
