@@ -655,6 +655,43 @@ def test_reentrant_checkpoints_and_late_hooks_are_refused() -> None:
         ORTTrainer(hooked, MLP_DESC, CONFIG, loss_fn=F.cross_entropy).train_step(*mlp_batches(1)[0])
 
 
+class Remembering(MLP):
+    """Adds to a buffer what requires grad; in PyTorch the buffer has a history from then on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = torch.tanh(self.fc1(x))
+        self.mean.mul_(0.9).add_(h.mean(0) * 0.1)
+        return self.fc2(h)
+
+
+@pytest.mark.parametrize("kernels", ["pytorch", "onnxruntime"])
+def test_buffers_that_get_a_history(kernels: str) -> None:
+    same(Remembering(), MLP_DESC, mlp_batches(20), options={"utils": {"kernels": kernels, "grad_norm_clip": False}})
+
+
+class Parted(MLP):
+    """Gives a part of a split to a buffer, so its zero gradient has symbolic sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, second = torch.tanh(self.fc1(x)).split(8, 1)
+        self.mean.copy_(first.mean(0))
+        return self.fc2(torch.cat([second, second], 1))
+
+
+def test_a_history_that_is_refused() -> None:
+    trainer = ORTTrainer(Parted(), MLP_DESC, CONFIG, loss_fn=F.cross_entropy)
+    with pytest.raises(ExportError, match=r"changes 'mean' in place to a value that requires grad.*\n?.*detach\(\)"):
+        trainer.train_step(*mlp_batches(1)[0])
+
+
 def test_dropouts_that_stay_on_in_evaluation_are_independent() -> None:
     class Twice(MLP):
         def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:

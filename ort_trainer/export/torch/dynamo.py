@@ -13,7 +13,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch._functorch import config as functorch_config
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ...core.dims import evaluate
@@ -24,7 +23,7 @@ from ...step import SIZES, Step, TensorSpec, dtype_name
 from .fx.symbols import SymbolNames, hint
 from .fx.values import base_of, is_tensor, memory_order, needed_for
 from .fx.view_writes import refuse_sums_over_windows
-from .graph.differentiate import AOT_SETTINGS, lift_attributes
+from .graph.differentiate import backward_without_autocast, lift_attributes
 from .graph.divide import part_of
 from .graph.named_graph import NamedGraph, add_sizes
 from .lower.programs.build import ProgramBuilder
@@ -47,7 +46,7 @@ def ort_trainer(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable
 
     compiled: Callable[..., Any]
     dense = mock.patch.multiple(torch, embedding=dense_embedding, embedding_bag=dense_embedding_bag)
-    with dense, functorch_config.patch(AOT_SETTINGS):
+    with dense, backward_without_autocast():
         compiled = aot_autograd(fw_compiler=_lowered_forward, bw_compiler=_lowered)(module, inputs)
     return compiled
 

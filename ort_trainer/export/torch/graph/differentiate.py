@@ -48,11 +48,9 @@ from .equal_layers import EqualLayers
 from .flat_graph import FlatGraph
 from .kernels import Kernels
 
-__all__ = ["AOT_SETTINGS", "differentiate", "lift_attributes"]
+__all__ = ["backward_without_autocast", "differentiate", "lift_attributes"]
 
 aten = torch.ops.aten
-AOT_SETTINGS = {"backward_pass_autocast": "off"}
-"""Settings of AOTAutograd for a graph that computes as autograd does, whose backward pass runs outside of autocast."""
 
 
 def differentiate(
@@ -217,7 +215,7 @@ def _differentiate(
 ) -> torch.fx.GraphModule:
     """Returns AOTAutograd's joint graph of a module; ``model`` is the name of the user's, for errors."""
     try:
-        with tracing(TracingContext(captured.fake_mode)), functorch_config.patch(AOT_SETTINGS):
+        with tracing(TracingContext(captured.fake_mode)), backward_without_autocast():
             joint = aot_export_joint_with_descriptors(stack, core, tuple(inputs), decompositions=dict(table))
         assert isinstance(joint.graph_module, torch.fx.GraphModule)
         return joint.graph_module
@@ -225,6 +223,12 @@ def _differentiate(
         raise
     except Exception as error:
         raise ExportError(explain(error, "AOTAutograd", model)) from error
+
+
+def backward_without_autocast() -> contextlib.AbstractContextManager[Any]:
+    """A context in which AOTAutograd traces backward passes as autograd runs them, outside of autocast."""
+    settings: contextlib.AbstractContextManager[Any] = functorch_config.patch(backward_pass_autocast="off")
+    return settings
 
 
 def _drop_assertions(graph: torch.fx.Graph) -> None:

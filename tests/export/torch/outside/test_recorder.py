@@ -470,6 +470,26 @@ def test_hooks_that_the_first_run_makes() -> None:
     assert torch.allclose(model(X), reference(X))
 
 
+def test_hooks_that_count_by_the_id_of_a_module() -> None:
+    """As those of torchinfo and thop do; a tracer may have stand-ins for the modules of a model that uses one twice."""
+    counts: list[list[int]] = []
+    for wrap in (ORTModule, lambda module: module):
+        layer = nn.Linear(6, 6)
+        model = nn.Sequential(layer, nn.Tanh(), layer)
+        known = {id(layer): 0, id(model[1]): 0}
+
+        def count(module: nn.Module, *_: Any, known: dict[int, int] = known) -> None:
+            known[id(module)] += 1
+
+        layer.register_forward_hook(count)
+        model[1].register_forward_hook(count)
+        wrapped = wrap(model)
+        for _ in range(3):
+            wrapped(X)
+        counts.append(list(known.values()))
+    assert counts[0] == counts[1] == [6, 3]
+
+
 def _last_of_three(net: Any, h: torch.Tensor) -> torch.Tensor:
     h = h + net.queue[0]
     net.queue.append(h.detach().mean(0))
