@@ -209,9 +209,9 @@ def _select_backward(grad: torch.Tensor, input_sizes: Sequence[Any], dim: int, i
     return padded
 
 
-@composite(aten.masked_select.default)
+@composite(aten.masked_select.default, for_pytorch=True)
 def _masked_select(input: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Indexes with the mask."""
+    """Indexes with the mask: PyTorch's own backward pass takes the sizes of its arguments as numbers."""
     input, mask = torch.broadcast_tensors(input, mask)  # type: ignore[no-untyped-call]
     return input[mask]
 
