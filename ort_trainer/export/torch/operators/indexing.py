@@ -241,6 +241,15 @@ def _affine_grid(theta: torch.Tensor, size: Sequence[Size], align_corners: bool)
     return decompositions.affine_grid_generator(theta, list(size), align_corners)
 
 
+@replacement(decompositions, "_linspace_from_neg_one")
+def _pixels(count: Size, align_corners: bool, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Places the pixels of an affine grid without ``linspace``, which takes known sizes only."""
+    places = torch.arange(count, dtype=dtype, device=device)
+    if align_corners:
+        return places * 2 / (count - 1) - 1 if count > 1 else places
+    return (places * 2 + 1) / count - 1
+
+
 @composite(aten.pad.default)
 def _pad(input: torch.Tensor, pad: Sequence[Size], mode: str = "constant", value: float | None = None) -> torch.Tensor:
     if mode != "replicate":
