@@ -14,6 +14,7 @@ from ort_trainer.export.torch.capture.capture import capture
 from ort_trainer.export.torch.capture.step_module import StepModule
 from ort_trainer.export.torch.graph.differentiate import differentiate
 from ort_trainer.export.torch.graph.flat_graph import FlatGraph
+from ort_trainer.export.torch.graph.kernels import Kernels
 from ort_trainer.export.torch.lower.kinds import ONNX_RUNTIME
 from ort_trainer.options import ModelDescription
 
@@ -24,6 +25,7 @@ def captured(
     *sample: torch.Tensor,
     training: bool = True,
     loss_fn: Callable[..., Any] | None = None,
+    kernels: Kernels = ONNX_RUNTIME,
 ) -> FlatGraph:
     """Captures a model whose first output is the loss."""
     desc = {"inputs": [(name, list(shape)) for name, shape in shapes.items()], "outputs": [("loss", [], True)]}
@@ -33,4 +35,4 @@ def captured(
     with borrowed(module, {f"model.{name}" for name in trainable} if training else set(), training, None):
         inputs = step.description.inputs
         program = capture(module, inputs, sample, step.autocast_for(sample))
-        return differentiate(program, module, inputs, step.autocast_for(sample), ONNX_RUNTIME)
+        return differentiate(program, module, inputs, step.autocast_for(sample), kernels)

@@ -209,9 +209,9 @@ def _select_backward(grad: torch.Tensor, input_sizes: Sequence[Any], dim: int, i
     return padded
 
 
-@composite(aten.masked_select.default)
+@composite(aten.masked_select.default, for_pytorch=True)
 def _masked_select(input: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Indexes with the mask."""
+    """Indexes with the mask: PyTorch's own backward pass takes the sizes of its arguments as numbers."""
     input, mask = torch.broadcast_tensors(input, mask)  # type: ignore[no-untyped-call]
     return input[mask]
 
@@ -239,6 +239,15 @@ def _sampled(sample: Callable[..., Any], input: torch.Tensor, grid: torch.Tensor
 @composite(aten.affine_grid_generator.default, for_pytorch=True)
 def _affine_grid(theta: torch.Tensor, size: Sequence[Size], align_corners: bool) -> Any:
     return decompositions.affine_grid_generator(theta, list(size), align_corners)
+
+
+@replacement(decompositions, "_linspace_from_neg_one")
+def _pixels(count: Size, align_corners: bool, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Places the pixels of an affine grid without ``linspace``, which takes known sizes only."""
+    places = torch.arange(count, dtype=dtype, device=device)
+    if align_corners:
+        return places * 2 / (count - 1) - 1 if count > 1 else places
+    return (places * 2 + 1) / count - 1
 
 
 @composite(aten.pad.default)
