@@ -297,7 +297,7 @@ def _quantize(g: _Builder) -> None:
         limits = 0, 255
     back = g.op("DequantizeLinear", [integers, *names], (), keep=False)
     y = g.op("Cast", [back], g.values[x], {"to": TensorProto.DOUBLE})
-    g.quantized.append(Quantized(x, y, *names, limits, tuple(range(first, len(g.nodes)))))
+    g.quantized.append(Quantized(x, y, names[0], names[1], limits, tuple(range(first, len(g.nodes)))))
 
 
 @_family

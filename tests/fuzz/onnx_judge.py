@@ -61,7 +61,7 @@ def _evaluate(model: onnx.ModelProto, x: Any, weights: dict[str, Any], names: li
         tensors[name].CopyFrom(N.from_array(value, tensors[name].name))
     with warnings.catch_warnings(), np.errstate(all="ignore"):
         warnings.simplefilter("ignore")
-        return ReferenceEvaluator(other).run(names, {"x": x})  # type: ignore[no-any-return]
+        return list(ReferenceEvaluator(other).run(names, {"x": x}))
 
 
 def _straight_through(case: Case) -> onnx.ModelProto:

@@ -59,8 +59,10 @@ def embedded_floats(model: ir.Model) -> dict[str, ir.Value]:
 def lift(model: ir.Model, floats: dict[str, ir.Value]) -> None:
     """Makes values that :func:`embedded_floats` has returned initializers of the model's graph, in place::
 
-    w = Constant(); y = MatMul(x, w)           =>  y = MatMul(x, w), with the initializer w
-    If(c) { initializer w; y = MatMul(x, w) }  =>  If(c) { y = MatMul(x, w) }, with the initializer w outside
+        w = Constant(); y = MatMul(x, w)           =>  y = MatMul(x, w), with the initializer w
+        If(c) { initializer w; y = MatMul(x, w) }  =>  If(c) { y = MatMul(x, w) }, with the initializer w outside
+
+    They get the names by which they were returned.
     """
     for name, value in floats.items():
         node = value.producer()

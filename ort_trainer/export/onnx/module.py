@@ -18,7 +18,7 @@ from .joins import join_nodes
 from .load import OnnxModel, is_argument, load_onnx_model
 from .plan import Graph, PlannedNode, plan_model
 from .registry import Node, Operator, with_mode
-from .values import NOT_IN_NUMPY, Rounded, Value, as_tensor, floats, is_known, known_array, numbers, tensor_of
+from .values import NOT_IN_NUMPY, Rounded, Value, as_tensor, is_known, known_array, numbers, tensor_of
 
 __all__ = ["Body", "OnnxModule"]
 
@@ -282,7 +282,7 @@ class _Run:
         results: Any = NotImplemented
         moved = _moved_type(step.node, inputs)
         if moved is not None:
-            inputs = [floats(value) for value in inputs]
+            inputs = [value.values if isinstance(value, Rounded) else value for value in inputs]
         elif not step.for_tensors.takes_rounded:
             inputs = [value.tensor if isinstance(value, Rounded) else value for value in inputs]
         try:
