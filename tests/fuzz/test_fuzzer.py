@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 import torch
 
+from ort_trainer.export.onnx.operators import quantization
 from ort_trainer.export.torch.guard.reads import Reads
 from ort_trainer.optim.rule import ParameterBatch
 from ort_trainer.train.strategy import Strategy
 
 from .. import processes
-from . import program
+from . import onnx_graphs, onnx_judge, program
 from .compare import Outcome, compare
 from .layers import LAYERS, Shape, write
 from .losses import LOSSES
@@ -74,6 +75,15 @@ def test_a_wrong_gradient(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     (path,) = tmp_path.iterdir()
     run = subprocess.run([sys.executable, path], env=environment, capture_output=True, text=True, check=True)
     assert "equal state head.weight" in run.stdout and "DIFFERENT" not in run.stdout
+
+
+def test_a_wrong_gradient_of_an_onnx_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    cases = [(seed, onnx_graphs.draw(seed)) for seed in range(40)]
+    seed, case = next((seed, case) for seed, case in cases if case.quantized)
+    assert onnx_judge.judge(case, seed)[0] == "equal"
+    monkeypatch.setattr(quantization, "_straight", lambda rounded, values: rounded)
+    outcomes = [onnx_judge.judge(case, seed)[0] for seed, case in cases if case.quantized and seed % 8]
+    assert "wrong" in outcomes
 
 
 def test_a_stale_setting(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from .. import processes
 from ..harness import choose
+from . import onnx_judge
 from .recipe import draw
 from .run import Fuzzer
 
@@ -18,11 +19,24 @@ from .run import Fuzzer
 SECONDS, QUICK_SECONDS = 80.0, 10.0
 # On a fast machine, so that the cases of a commit are the same on every one.
 CASES = 60
+GRAPHS, GRAPH_SECONDS = 40, 20.0
+
+
+def _seed(request: pytest.FixtureRequest) -> int:
+    commit = request.config.getoption("seed") or choose.commit()
+    return int.from_bytes(hashlib.sha256(commit.encode()).digest()[:4], "big") * 100
+
+
+def test_onnx_graphs_of_this_commit(request: pytest.FixtureRequest) -> None:
+    seed = _seed(request)
+    outcomes, failures = onnx_judge.run(seed, GRAPHS, GRAPH_SECONDS)
+    repeat = f"python -m tests.fuzz.onnx_judge --seed {seed}"
+    assert not failures, f"{repeat} repeats it\n{failures}"
+    assert outcomes["equal"] >= outcomes.total() / 2, outcomes
 
 
 def test_cases_of_this_commit(request: pytest.FixtureRequest, tmp_path: Path) -> None:
-    commit = request.config.getoption("seed") or choose.commit()
-    seed = int.from_bytes(hashlib.sha256(commit.encode()).digest()[:4], "big") * 100
+    seed = _seed(request)
     seconds = QUICK_SECONDS if request.config.getoption("affected") else SECONDS
     fuzzer = Fuzzer(tmp_path)
     try:

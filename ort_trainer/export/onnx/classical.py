@@ -84,12 +84,12 @@ def name_coefficients(model: ir.Model) -> dict[str, tuple[int, str]]:
     graph, as it computes the label.
 
     Returns:
-        Name of each new initializer -> the position of its node in the graph, and the attribute.
+        Name of each new initializer -> the position of its node among those that are no Constant, and the attribute.
     """
     graph = model.graph
     places: dict[str, tuple[int, str]] = {}
     names = Names(ir.convenience.create_value_mapping(graph))
-    for index, node in enumerate(list(graph)):
+    for index, node in enumerate([node for node in graph if node.op_type != "Constant"]):
         rows = _rows(node)
         if not rows:
             continue

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import onnx_ir as ir
@@ -14,13 +14,28 @@ from ..torch import LossFunction, takes_label
 from .load import OnnxModel
 from .shapes import dtype_of, known_shapes
 
-__all__ = ["describe_onnx", "input_dtypes"]
+__all__ = ["check_inputs", "describe_onnx", "input_dtypes"]
 
 
 def input_dtypes(model: OnnxModel) -> dict[str, torch.dtype]:
     """Returns the dtypes of a model's inputs by name."""
     types = {str(value.name): dtype_of(value) for value in model.model.graph.inputs}
-    return {name: ir.tensor_adapters.to_torch_dtype(types[name]) for name in model.inputs}
+    return {name: ir.tensor_adapters.to_torch_dtype(types[name]) for name in (*model.inputs, *model.optional)}
+
+
+def check_inputs(model: OnnxModel, names: Iterable[str]) -> None:
+    """Checks that no input of a batch would replace a weight.
+
+    Raises:
+        ValueError: If one would.
+    """
+    fixed = [name for name in names if name in model.fixed]
+    if fixed:
+        raise ValueError(
+            f"the ONNX model has values for its inputs {fixed}, which are weights or names that Python can't use as "
+            f"arguments: leave them out of the batch, which has the inputs {[*model.inputs, *model.optional]} and "
+            "labels; or remove their initializers from the file"
+        )
 
 
 def describe_onnx(
@@ -40,19 +55,20 @@ def describe_onnx(
         outputs: The outputs to describe; None for all.
 
     Raises:
-        ValueError: If ``loss`` is not an output, no output or several could be the loss, or the batch lacks the label
-            or an input.
+        ValueError: If the batch has a weight, ``loss`` is not an output, no output or several could be the loss, or
+            the batch lacks the label or an input.
     """
+    check_inputs(model, batch)
     graph = model.model.graph
     shapes = known_shapes(model.model)
 
     def shape(name: str) -> list[int | str]:
         return [size or f"{name}_{axis}" for axis, size in enumerate(shapes[name] or ())]
 
-    inputs = [(name, shape(name)) for name in model.inputs]
+    inputs = [(name, shape(name)) for name in (*model.inputs, *model.optional) if name in (*model.inputs, *batch)]
     names = model.outputs if outputs is None else outputs
     if loss_fn is not None:
-        labels = [name for name in batch if name not in model.inputs]
+        labels = [name for name in batch if name not in (*model.inputs, *model.optional)]
         if not labels and takes_label(loss_fn):
             raise ValueError(
                 f"model_desc='auto' with a loss_fn needs the label, beside the inputs {list(model.inputs)} of the ONNX "

@@ -109,7 +109,7 @@ def _depends_on_sizes_alone(value: ir.Value) -> bool:
             continue
         seen.add(current)
         node = current.producer()
-        if node is None and current.const_value is None:
+        if node is None and (current.const_value is None or current.is_graph_input()):
             return False  # an input, or a weight
         if node is not None and node.op_type not in ("Shape", "Size"):
             draws = node.op_type.startswith("Random") or node.op_type in ("Bernoulli", "Multinomial")

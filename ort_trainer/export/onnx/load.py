@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import keyword
 import logging
 import os
 import re
@@ -19,19 +20,23 @@ import torch
 from ...core.errors import ExportError, shown
 from ...step.onnx_file import TYPE, WEIGHTS
 from .classical import name_coefficients, outputs_before_maps, select_features, without_maps
+from .embedded import WEIGHT_TYPES, constant_floats, embedded_floats, lift
 from .external_data import check_external_data
 from .memory import LoadedTensors, check_calls
-from .shapes import fixed_sizes
+from .shapes import fixed_sizes, without_negative_sizes
 from .values import tensor_of
 
-__all__ = ["OnnxModel", "load_onnx_model"]
+__all__ = ["OnnxModel", "is_argument", "load_onnx_model"]
 
 _log = logging.getLogger(__name__)
-_WEIGHT_TYPES = (ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 # Layers: a constant that one of these takes after its first input is a weight.
 _WITH_WEIGHTS = {
     *("MatMul", "Gemm", "Conv", "ConvTranspose", "LSTM", "GRU", "RNN"),
     *("BatchNormalization", "GroupNormalization", "LayerNormalization", "RMSNormalization"),
+}
+# What exporters do to a weight before a layer takes it.
+_REARRANGING = {
+    *("Cast", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze", "QuantizeLinear", "DequantizeLinear"),
 }
 # Positions of inputs that are settings rather than weights: thresholds, scales, sines of positions, weights of classes.
 _SETTINGS = {
@@ -61,6 +66,8 @@ _KIND = "pkg.torch.export.graph_signature.InputSpec.kind"
 _TORCH_CONSTANT = re.compile(
     r"(val|scalar_tensor\w*|_to_copy|full\w*|ones\w*|zeros\w*|arange\w*)(_\d+)?|.*/Constant(_\d+)?_output_\d+"
 )
+# Up to this IR version, initializers have to be inputs, too, which no batch is meant to replace.
+_OF_INPUTS = 3
 # ONNX Runtime's optimizer gives such names to constants of functions that it has inlined.
 _INLINED_CONSTANT = "_inlfunc_"
 
@@ -72,17 +79,21 @@ class OnnxModel:
     Attributes:
         model: The model; its weights are inputs of its graph, after its own inputs.
         inputs: Names of its own inputs.
+        optional: Names of inputs for which the file has a value, which a batch may replace.
+        fixed: Names of the others for which it has one: of weights, and names that are no identifiers.
         parameters: Name -> value of every weight that can be trained.
         buffers: Name -> value of every running statistic of a batch norm.
         file: The model as it was loaded, before functions were inlined. The weights are inputs here as well.
-        order: The names of the file's initializers, in their order.
+        order: The names of the file's initializers, in their order, then those of weights from other places.
         frozen: Parameters that the file marks as frozen.
-        coefficients: The parameters that the file stores in attributes of nodes: name -> the position of the node in
-            the graph, and the attribute.
+        coefficients: The parameters that the file stores in attributes of nodes: name -> the position of the node
+            among those of the graph that are no Constant, and the attribute.
     """
 
     model: ir.Model
     inputs: tuple[str, ...]
+    optional: tuple[str, ...]
+    fixed: frozenset[str]
     parameters: Mapping[str, torch.Tensor]
     buffers: Mapping[str, torch.Tensor]
     file: ir.Model
@@ -99,10 +110,12 @@ class OnnxModel:
 def load_onnx_model(source: onnx.ModelProto | str | os.PathLike[str] | bytes) -> OnnxModel:
     """Returns the forward pass and the weights of an ONNX model.
 
-    Weights are all floating-point initializers of at least one dimension, except settings (such as the scales of a
-    Resize) and initializers that torch.onnx made from constants in the code, and the coefficients of scikit-learn's
-    linear models. In a file from ``save_as_onnx``, weights are exactly the former parameters. Running statistics of
-    batch norms are buffers. An output that maps classes to probabilities is replaced by the probabilities.
+    Weights are all floating-point initializers of at least one dimension, also those of bodies of If, Loop and Scan,
+    except settings (such as the scales of a Resize) and initializers that torch.onnx made from constants in the code;
+    floats in Constant nodes that a layer has as operands; and the coefficients of scikit-learn's linear models. Weights
+    of bodies and Constant nodes become initializers of the graph. In a file from ``save_as_onnx``, weights are exactly
+    the former parameters. Running statistics of batch norms are buffers. An output that maps classes to probabilities
+    is replaced by the probabilities.
 
     Args:
         source: A model, which is not changed; a path, with or without external data; or a serialized model.
@@ -127,8 +140,10 @@ def _load(source: onnx.ModelProto | str | os.PathLike[str] | bytes) -> OnnxModel
     memory = LoadedTensors(model, folder)
     memory.adopt(file)
     memory.adopt(model)
-    order = tuple(file.graph.initializers)
+    embedded, in_file = embedded_floats(model), embedded_floats(file)
+    constants = {name for name, value in embedded.items() if value.producer() is not None}
     coefficients = name_coefficients(model)
+    lift(model, embedded)
     select_features(model)
     outputs_before_maps(model.graph)
     ir.passes.Sequential(
@@ -137,9 +152,12 @@ def _load(source: onnx.ModelProto | str | os.PathLike[str] | bytes) -> OnnxModel
         common_passes.RemoveUnusedOpsetsPass(),
     )(model)
     graph = model.graph
-    weights = {name for name, value in graph.initializers.items() if value.dtype in _WEIGHT_TYPES}
+    without_negative_sizes(model)
+    weights = {name for name, value in graph.initializers.items() if value.dtype in WEIGHT_TYPES}
     norms = [node for node in graph.all_nodes() if node.op_type == "BatchNormalization"]
     statistics = {str(value.name) for node in norms for value in node.inputs[3:5] if value is not None} & weights
+    # A Constant node may be the scale as well, which no update of the statistics may change.
+    statistics -= {name for name in constants if any(i < 3 for _, i in graph.initializers[name].uses())}
     frozen: set[str] = set()
     if WEIGHTS in model.metadata_props:
         try:
@@ -150,19 +168,25 @@ def _load(source: onnx.ModelProto | str | os.PathLike[str] | bytes) -> OnnxModel
             raise ExportError(f"the model's metadata {WEIGHTS!r} are damaged: {error!r}. Remove them") from error
         statistics -= weights
     else:
-        weights = _guess_weights(model, weights - statistics)
+        weights = _guess_weights(model, weights - statistics, constants)
     # Up to IR version 3, initializers are inputs too.
     inputs = tuple(str(value.name) for value in graph.inputs if not value.is_initializer())
+    with_value = [str(v.name) for v in graph.inputs if v.is_initializer() and proto.ir_version > _OF_INPUTS]
     names = [*(name for name in graph.initializers if name in weights)]
     names += [name for name in graph.initializers if name in statistics]
     tensors = {name: tensor_of(_const(graph.initializers[name])) for name in names}
-    file = _with_inputs(file, inputs, [name for name in names if name not in coefficients])
+    optional = [name for name in with_value if name not in names and is_argument(name)]
+    lift(file, {name: value for name, value in in_file.items() if name in names})
+    order = tuple(file.graph.initializers)
+    file = _with_inputs(file, [*inputs, *optional], [name for name in names if name not in coefficients])
     for value in file.graph.outputs:
         if value.name in types:
             value.meta[TYPE] = types[value.name]
     return OnnxModel(
-        fixed_sizes(_with_inputs(model, inputs, names)),
+        fixed_sizes(_with_inputs(model, [*inputs, *optional], names)),
         inputs,
+        tuple(optional),
+        frozenset(with_value) - {*optional},
         {name: tensor for name, tensor in tensors.items() if name in weights},
         {name: tensor for name, tensor in tensors.items() if name in statistics},
         file,
@@ -170,6 +194,11 @@ def _load(source: onnx.ModelProto | str | os.PathLike[str] | bytes) -> OnnxModel
         frozenset(frozen),
         {name: place for name, place in coefficients.items() if name in weights},
     )
+
+
+def is_argument(name: str) -> bool:
+    """Returns whether a function of Python can have an argument of this name."""
+    return name.isidentifier() and not keyword.iskeyword(name)
 
 
 def _with_inputs(model: ir.Model, inputs: Collection[str], weights: Sequence[str]) -> ir.Model:
@@ -218,9 +247,19 @@ def _is_of_opset(function: ir.Function, model: ir.Model) -> bool:
     )
 
 
-def _guess_weights(model: ir.Model, floats: set[str]) -> set[str]:
-    """Returns the initializers that are probably weights, for a file without this package's metadata."""
+def _guess_weights(model: ir.Model, floats: set[str], constants: set[str]) -> set[str]:
+    """Returns the initializers that are probably weights, for a file without this package's metadata.
+
+    Args:
+        model: The model.
+        floats: Its floating-point initializers.
+        constants: Those of them that stand in Constant nodes in the file.
+    """
     weights, kept_constant = set(), []
+    in_functions = constant_floats(node for function in model.functions.values() for node in function.all_nodes())
+    # Functions were inlined after Constant nodes had become initializers.
+    in_functions |= constant_floats(model.graph.all_nodes())
+    kept_nodes = [str(value.name) for value in in_functions if _with_weights(value)]
     # If the exporter recorded the kind of some initializers, those without a kind are constants that it folded.
     has_kinds = any(_KIND in value.metadata_props for value in model.graph.initializers.values())
     for name in floats:
@@ -234,7 +273,15 @@ def _guess_weights(model: ir.Model, floats: set[str]) -> set[str]:
         is_setting = uses and all(index in _SETTINGS.get(node.op_type, ()) for node, index in uses)
         if is_setting or value.shape is None or not len(value.shape):
             continue
-        is_torch_constant = model.producer_name == "pytorch" and (has_kinds or _TORCH_CONSTANT.fullmatch(name))
+        by_torch = model.producer_name == "pytorch"
+        if name in constants:
+            # The tracing exporter of torch.onnx writes Constant nodes for constants in the code, never for parameters.
+            if _with_weights(value) and (has_kinds or not by_torch):
+                weights.add(name)
+            elif _const(value).size > 1 and (_with_weights(value) or not by_torch):
+                kept_nodes.append(name)
+            continue
+        is_torch_constant = by_torch and (has_kinds or _TORCH_CONSTANT.fullmatch(name))
         if (is_torch_constant or name.startswith(_INLINED_CONSTANT)) and not _with_weights(value):
             kept_constant.append(name)
         else:
@@ -245,12 +292,23 @@ def _guess_weights(model: ir.Model, floats: set[str]) -> set[str]:
             "rename them; or, if torch.onnx wrote the file, export the model with optimize=False",
             sorted(kept_constant),
         )
+    if kept_nodes:
+        _log.warning(
+            "held constant, because they stand in Constant nodes, and no layer has them as operands, or a function or "
+            "torch.onnx: %s. If they are weights, make them initializers: inline functions, and use "
+            "onnx_ir.passes.common.LiftConstantsToInitializersPass",
+            sorted(kept_nodes),
+        )
     return weights
 
 
 def _with_weights(value: ir.Value) -> bool:
     """Returns whether a constant belongs to a layer: torch.onnx folds transposed or joined weights into constants."""
     if any(node.op_type in _WITH_WEIGHTS and index > 0 for node, index in value.uses()):
+        return True
+    if any(
+        node.op_type in _REARRANGING and index == 0 and _with_weights(node.outputs[0]) for node, index in value.uses()
+    ):
         return True
     sums = [node for node, _ in value.uses() if node.op_type == "Add"]
     added = [other.producer() for node in sums for other in node.inputs if other is not None]

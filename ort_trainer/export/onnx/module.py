@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import keyword
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,13 +15,18 @@ from torch import nn
 
 from ...core.errors import ExportError
 from .joins import join_nodes
-from .load import OnnxModel, load_onnx_model
+from .load import OnnxModel, is_argument, load_onnx_model
 from .plan import Graph, PlannedNode, plan_model
-from .registry import Operator, with_mode
-from .values import NOT_IN_NUMPY, Value, as_tensor, is_known, known_array, numbers, tensor_of
+from .registry import Node, Operator, with_mode
+from .values import NOT_IN_NUMPY, Rounded, Value, as_tensor, is_known, known_array, numbers, tensor_of
 
 __all__ = ["Body", "OnnxModule"]
 
+# Operators that only move elements of their first input: if these are quantized numbers, a gradient passes through.
+_MOVING = {
+    *("Concat", "DepthToSpace", "Expand", "Flatten", "Gather", "Identity", "MaxPool", "Pad", "Reshape", "Slice"),
+    *("SpaceToDepth", "Split", "Squeeze", "Tile", "Transpose", "Unsqueeze"),
+}
 # Shapes and axes have few elements. A larger constant or result is a tensor, not a known array.
 _MOST_KNOWN = 1024
 
@@ -41,6 +45,7 @@ class OnnxModule(nn.Module):
         names: Name of a parameter or buffer of the module -> its name in the model. They differ only where the model's
             name can't be an attribute.
         inputs: The names of the model's inputs.
+        optional: The names of inputs for which the model has a value.
         outputs: The names of its outputs, except those in ``refused``.
         refused: The outputs that PyTorch can't compute, because they need an unsupported node, each with the reason.
         wanted: The outputs that ``forward`` returns, as a tuple; None for all of them, by name.
@@ -56,7 +61,8 @@ class OnnxModule(nn.Module):
         join_nodes(graph)
         plan = plan_model(graph)
         self._graph, self._numbers, self._dtypes = plan.graph, plan.inputs, plan.dtypes
-        self.inputs, self.outputs, self.refused = loaded.inputs, plan.graph.names, plan.refused
+        self.inputs, self.optional = loaded.inputs, loaded.optional
+        self.outputs, self.refused = plan.graph.names, plan.refused
         self.wanted: tuple[str, ...] | None = None
         self.names: dict[str, str] = {}
         self._stored: dict[int, tuple[nn.Module, str]] = {}
@@ -83,14 +89,14 @@ class OnnxModule(nn.Module):
             self._constants[number] = value
             if value.numel() <= _MOST_KNOWN and value.dtype not in NOT_IN_NUMPY:
                 self._known_constants[number] = value.numpy()
-        self.forward = _Forward(self, _signature(self.inputs))  # type: ignore[method-assign]
+        self.forward = _Forward(self, _signature(self.inputs, self.optional))  # type: ignore[method-assign]
 
     def forward(self, *args: Value, **inputs: Value) -> dict[str, Value] | tuple[Value, ...]:
         """Runs the model.
 
         Args:
             args: The first inputs, in order.
-            inputs: The others by name, of the model's dtypes.
+            inputs: The others by name, of the model's dtypes; optional ones may be left out.
 
         Returns:
             The outputs: by name, or as a tuple if only some are wanted.
@@ -101,7 +107,8 @@ class OnnxModule(nn.Module):
         """
         values_by_name = {**dict(zip(self.inputs, args, strict=False)), **inputs}
         # The lengths differ if there are too many positional arguments, or an input is passed twice.
-        if set(values_by_name) != set(self.inputs) or len(args) + len(inputs) != len(values_by_name):
+        twice = len(args) + len(inputs) != len(values_by_name)
+        if twice or set(values_by_name) - set(self.optional) != set(self.inputs):
             raise TypeError(
                 f"the ONNX model takes the inputs {list(self.inputs)}, but was given {len(args)} and {list(inputs)}"
             )
@@ -152,11 +159,12 @@ class _Forward:
         return OnnxModule.forward(self._module, *args, **inputs)
 
 
-def _signature(names: Sequence[str]) -> inspect.Signature:
+def _signature(names: Sequence[str], optional: Sequence[str]) -> inspect.Signature:
     """Returns a signature with these parameters; only ``**inputs`` if a name is no identifier."""
-    if all(name.isidentifier() and not keyword.iskeyword(name) for name in names):
-        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-        return inspect.Signature([inspect.Parameter(name, kind) for name in names])
+    if all(map(is_argument, names)):
+        required = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in names]
+        others = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in optional]
+        return inspect.Signature([*required, *others])
     return inspect.Signature([inspect.Parameter("inputs", inspect.Parameter.VAR_KEYWORD)])
 
 
@@ -246,9 +254,9 @@ class _Run:
         return [self.value(number) for number in graph.outputs]
 
     def as_tensor(self, number: int, value: Value) -> Value:
-        """Returns a value as a tensor, if it is a known array."""
+        """Returns a value as a tensor, if it is a known array or quantized numbers."""
         if not is_known(value):
-            return value
+            return value.tensor if isinstance(value, Rounded) else value
         constant = self.module._constants.get(number)
         return as_tensor(value, self.module._dtypes.get(number)) if constant is None else constant
 
@@ -272,6 +280,11 @@ class _Run:
         inputs = [None if number is None else self.value(number) for number in step.inputs]
         attributes = {k: Body(v, self) if isinstance(v, Graph) else v for k, v in step.attributes.items()}
         results: Any = NotImplemented
+        moved = _moved_type(step.node, inputs)
+        if moved is not None:
+            inputs = [value.values if isinstance(value, Rounded) else value for value in inputs]
+        elif not step.for_tensors.takes_rounded:
+            inputs = [value.tensor if isinstance(value, Rounded) else value for value in inputs]
         try:
             if step.for_known is not None and all(value is None or is_known(value) for value in inputs):
                 results = self._call(step.for_known, node, inputs, attributes)
@@ -284,6 +297,8 @@ class _Run:
             raise node.error(f"it fails for inputs of the shapes {shapes}: {type(error).__name__}: {error}") from error
         if not isinstance(results, tuple):
             results = (results,)
+        if moved is not None:
+            results = tuple(Rounded(value, moved) if value.is_floating_point() else value for value in results)
         for number, value in zip(step.outputs, results, strict=False):
             if number is not None:
                 self.values[number] = self._kept(number, value)
@@ -327,6 +342,14 @@ class _Run:
         if is_known(value) and value.size > _MOST_KNOWN:
             return as_tensor(value, self.module._dtypes.get(number))
         return value
+
+
+def _moved_type(node: Node, inputs: Sequence[Value]) -> torch.dtype | None:
+    """Returns the type of the quantized numbers that a node moves; None if it does anything else."""
+    data = inputs if node.op_type == "Concat" else inputs[:1]
+    if node.domain or node.op_type not in _MOVING or not all(isinstance(value, Rounded) for value in data):
+        return None
+    return data[0].dtype if data else None
 
 
 def _required(chosen: Operator) -> int:

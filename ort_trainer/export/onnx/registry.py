@@ -111,6 +111,7 @@ class Operator:
         takes_node: Whether it takes the node.
         updates: Output -> input, for each output that is the new value of an input in training mode.
         numbers: The positions of inputs that it takes as lists of numbers.
+        takes_rounded: Whether it takes quantized numbers with their gradient; otherwise they come as plain tensors.
     """
 
     key: tuple[str, str, str, int]
@@ -125,6 +126,7 @@ class Operator:
     takes_node: bool
     updates: Mapping[int, int]
     numbers: Collection[int] = ()
+    takes_rounded: bool = False
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles the key instead of the function: many of the functions can't be pickled."""
@@ -153,6 +155,7 @@ def operator(
     known_inputs: Collection[int] | bool = (),
     scalars: Collection[int] | bool = (),
     updates: Mapping[int, int] | None = None,
+    takes_rounded: bool = False,
 ) -> Callable[[_Function], _Function]:
     """Registers a function for operators.
 
@@ -167,8 +170,9 @@ def operator(
             dimensions and another input is a tensor: arithmetic with a number is faster than with a tensor.
         updates: Output -> input, for each output that is the new value of an input. In training mode it is written
             into the module's buffer, if the input is a running statistic.
+        takes_rounded: Whether the function takes quantized numbers as :class:`~.values.Rounded`.
     """
-    return _registering("operators", names, since, until, domain, known_inputs, scalars, updates or {})
+    return _registering("operators", names, since, until, domain, known_inputs, scalars, updates or {}, takes_rounded)
 
 
 def known_operator(
@@ -190,6 +194,7 @@ def _registering(
     known_inputs: Collection[int] | bool,
     scalars: Collection[int] | bool,
     updates: Mapping[int, int],
+    takes_rounded: bool = False,
 ) -> Callable[[_Function], _Function]:
     """Returns a decorator that adds a function to a table, under each operator's name."""
     table = _TABLES[table_name]
@@ -198,6 +203,7 @@ def _registering(
         for name in names:
             key = (table_name, domain, name, len(table[domain, name]))
             entry = _describe(key, function, since, until, known_inputs, scalars, updates)
+            entry = dataclasses.replace(entry, takes_rounded=takes_rounded)
             for other in table[domain, name]:
                 if since <= (other.until or since) and other.since <= (until or other.since):
                     raise ValueError(f"{name} is registered twice: as {function} and as {other.function}")

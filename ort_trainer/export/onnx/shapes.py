@@ -7,7 +7,7 @@ import onnx_ir as ir
 
 from .memory import without_data
 
-__all__ = ["dtype_of", "fixed_sizes", "infer_shapes", "known_shapes", "shape_of"]
+__all__ = ["dtype_of", "fixed_sizes", "infer_shapes", "known_shapes", "shape_of", "without_negative_sizes"]
 
 # With data_prop, ONNX keeps the elements of every vector, known or not, and takes 76 bytes for each.
 _MOST_PROPAGATED = 1 << 22
@@ -57,6 +57,15 @@ def fixed_sizes(model: ir.Model) -> ir.Model:
         if isinstance(size, int):
             x.shape = ir.Shape([size if place == axis else old for place, old in enumerate(x.shape)])
     return model
+
+
+def without_negative_sizes(model: ir.Model) -> None:
+    """Makes sizes of -1 unknown ones, in place: some exporters write them so."""
+    for graph in model.graphs():
+        for value in (*graph.inputs, *graph.outputs, *(value for node in graph for value in node.outputs)):
+            if value.shape is not None and any(isinstance(size, int) and size < 0 for size in value.shape):
+                sizes = [None if isinstance(size, int) and size < 0 else size for size in value.shape]
+                value.shape = ir.Shape(sizes)
 
 
 def known_shapes(model: ir.Model) -> dict[str, tuple[int | str | None, ...] | None]:

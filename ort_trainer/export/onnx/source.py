@@ -20,7 +20,7 @@ from ..torch import GraphBuilder, LossFunction
 from ..torch.capture.eager import EagerStep
 from ..torch.compile_later import Compilation
 from ..torch.model import TorchSource
-from .describe import describe_onnx, input_dtypes
+from .describe import check_inputs, describe_onnx, input_dtypes
 from .load import OnnxModel, load_onnx_model
 from .module import OnnxModule
 from .write import with_weights
@@ -48,7 +48,7 @@ class OnnxSource(TorchSource):
         self._loaded = model if isinstance(model, OnnxModel) else load_onnx_model(model)
         module = OnnxModule(self._loaded, copy=self._loaded is model)
         super().__init__(module, loss_fn, optim_config, options)
-        self.name, self.fixed, self.inputs = "the ONNX model", True, self._loaded.inputs
+        self.name, self.fixed, self.inputs = "the ONNX model", True, [*module.inputs, *module.optional]
 
     def describe(
         self, batch: Named, layouts: Mapping[str, Layout], parameters: Mapping[str, torch.Tensor]
@@ -74,6 +74,7 @@ class OnnxSource(TorchSource):
     ) -> Builder:
         """Returns a builder of graphs; see the base class."""
         self._refuse_layouts(layouts)
+        check_inputs(self._loaded, description.input_names)
         names = description.output_names if self._loss_fn is None else description.output_names[1:]
         for name in names:
             if name in self._model.refused:

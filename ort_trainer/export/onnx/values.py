@@ -8,6 +8,7 @@ Sizes therefore stay symbolic, and one graph serves all sizes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeGuard
 
 import numpy as np
@@ -20,9 +21,11 @@ __all__ = [
     "NOT_IN_NUMPY",
     "Known",
     "Number",
+    "Rounded",
     "Value",
     "as_tensor",
     "each",
+    "floats",
     "integers",
     "is_known",
     "is_traced",
@@ -37,7 +40,31 @@ Known = np.ndarray[Any, np.dtype[Any]]
 Number = Any
 """A Python number, or a symbolic one."""
 Value = Any
-"""A tensor, a known array, a sequence (a list of values) or an absent optional (None)."""
+"""A tensor, a known array, a sequence (a list of values), rounded numbers or an absent optional (None)."""
+
+
+@dataclass(frozen=True)
+class Rounded:
+    """Quantized numbers as floats, through which a gradient passes as if they had not been rounded.
+
+    Attributes:
+        values: The numbers, of a type in which they are exact.
+        dtype: Their type in the model: of integers, or of 8-bit floats.
+    """
+
+    values: torch.Tensor
+    dtype: torch.dtype
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The numbers in their own type, without a gradient."""
+        return self.values.detach().to(self.dtype)
+
+
+def floats(x: torch.Tensor | Rounded) -> torch.Tensor:
+    """Returns a tensor as it is, and quantized numbers as floats with their gradient."""
+    return x.values if isinstance(x, Rounded) else x
+
 
 # torch packs two numbers of 4 bits in a byte, and has no arithmetic on them: they are kept in the next wider type that
 # represents each of them.

@@ -47,8 +47,9 @@ def with_weights(
         graph.register_initializer(value)
     for name in loaded.order:
         graph.initializers[name] = graph.initializers.pop(name)
+    nodes = [node for node in graph if node.op_type != "Constant"]
     for name, (index, attribute) in loaded.coefficients.items():
-        graph[index].attributes[attribute] = ir.AttrFloat32s(attribute, values[name].flatten().tolist())
+        nodes[index].attributes[attribute] = ir.AttrFloat32s(attribute, values[name].flatten().tolist())
     if outputs is None:
         return model
     _add_outputs(graph, [value for value in loaded.model.graph.outputs if value.name in outputs])

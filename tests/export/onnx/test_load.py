@@ -16,7 +16,8 @@ import pytest
 import torch
 from onnx.external_data_helper import convert_model_to_external_data
 
-from ort_trainer import ExportError, ORTTrainer, optim
+from ort_trainer import ExportError, ORTTrainer, ORTTrainerOptions, optim
+from ort_trainer.engine import ort as engine
 from ort_trainer.export.onnx import load_onnx_model
 from ort_trainer.step.onnx_file import WEIGHTS
 
@@ -257,3 +258,123 @@ def test_a_first_batch_that_lacks_something_is_refused() -> None:
         with pytest.raises(ValueError, match=message):
             trainer.train_step(**batch)
         trainer.train_step(x=x, more=x, label=x)
+
+
+HIDDEN = f"""
+    c = Constant<value = float[4,4] {{{",".join(f"{i / 8 - 1}" for i in range(16))}}}>() t = Transpose<perm=[1,0]>(c)
+    h = MatMul(a, t) b = Constant<value_floats=[0.5, 1.0, 2.0, 3.0]>() k = Add(h, b)
+    m = Constant<value_floats=[1.0, 0.0, 2.0, 1.0]>() l = Mul(k, m) e = Constant<value_float=0.5>() y = Mul(l, e)"""
+
+
+def test_floats_of_constant_nodes_that_layers_have_are_weights(caplog: pytest.LogCaptureFixture) -> None:
+    given = proto("a = MatMul(x, w)" + HIDDEN)
+    loaded = load_onnx_model(given)
+    assert list(loaded.parameters) == ["w", "c", "b"]
+    assert loaded.parameters["c"].shape == (4, 4) and loaded.parameters["b"].tolist() == [0.5, 1, 2, 3]
+    assert (
+        "held constant" in caplog.text and "LiftConstantsToInitializersPass" in caplog.text and "['m']" in caplog.text
+    )
+    # The tracing exporter of torch.onnx writes no parameter so; that of programs may, when it folds them.
+    given.producer_name = "pytorch"
+    caplog.clear()
+    assert list(load_onnx_model(given).parameters) == ["w"] and "['b', 'c']" in caplog.text
+    given.graph.value_info.append(onnx.helper.make_tensor_value_info("w", onnx.TensorProto.FLOAT, [3, 4]))
+    entry = given.graph.value_info[0].metadata_props.add()
+    entry.key, entry.value = "pkg.torch.export.graph_signature.InputSpec.kind", "PARAMETER"
+    assert list(load_onnx_model(given).parameters) == ["w", "c", "b"]
+
+
+def test_constant_nodes_in_functions_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    constant = "v = Constant<value = float[2,2] {1, 2, 3, 4}>() c = MatMul(a, v)"
+    for opset in (18, 12):
+        caplog.clear()
+        functions = f'<domain: "own", opset_import: ["" : {opset}]> f (a) => (c) {{ {constant} }}'
+        assert not load_onnx_model(proto("y = own.f(x)", functions=functions, n=np.int64([1]))).parameters
+        assert "held constant" in caplog.text
+
+
+BODIES = """
+    i = Constant<value = int64 {0}>() s = Constant<value_ints=[1]>() j = Constant<value_ints=[0]>()
+    top = Slice(a, j, s) sum = ReduceSum<keepdims=0>(top) zero = Constant<value_float=0.0>() p = Greater(sum, zero)
+    f = If (p) <then_branch = one () => (float[N,4] r) { r = MatMul(a, v) },
+                else_branch = two () => (float[N,4] r) { r = Mul(a, v) }>
+    n = Constant<value = int64 {3}>() go = Constant<value = bool {1}>()
+    y = Loop (n, go, f) <body = body (int64 k, bool on, float[N,4] q) => (bool off, float[N,4] z)
+        { off = Identity(on) d = MatMul(q, u) z = Add(d, q) }>"""
+
+
+def with_bodies() -> onnx.ModelProto:
+    given = proto("a = MatMul(x, w)" + BODIES)
+    generator = np.random.default_rng(0)
+    for node in given.graph.node:
+        for attribute in node.attribute:
+            if attribute.HasField("g"):
+                name = "u" if attribute.name == "body" else "v"
+                shape = (4,) if attribute.name == "else_branch" else (4, 4)
+                value = generator.normal(size=shape).astype(np.float32)
+                attribute.g.initializer.append(onnx.numpy_helper.from_array(value, name))
+    return given
+
+
+def test_floats_of_bodies_and_constant_nodes_are_trained_and_written(tmp_path: Path) -> None:
+    given = with_bodies()
+    given.graph.node[-1].output[0] = "a2"
+    more = onnx.parser.parse_graph("g (float[N,4] a) => (float[N,4] y) {" + HIDDEN.replace("a,", "a2,") + "}")
+    names = {"h": "h2", "i": "i2", "b": "b2", "k": "k2", "l": "l2", "e": "e2", "m": "m2"}
+    for node in more.node:
+        node.input[:] = [names.get(name, name) for name in node.input]
+        node.output[:] = [names.get(name, name) for name in node.output]
+    given.graph.node.extend(more.node)
+    x = torch.randn(5, 3, generator=torch.Generator().manual_seed(0))
+    options = ORTTrainerOptions({"utils": {"grad_norm_clip": False}, "device": {"id": "cpu"}})
+    trainer = ORTTrainer(given, "auto", optim.SGDConfig(lr=1e-3), loss_fn="mse", options=options)
+    start = {name: value.clone() for name, value in trainer.state_dict(pytorch_format=True).items()}
+    assert set(start) == {"w", "v_1", "v_2", "u", "c", "b2"}
+
+    def function(p: dict[str, torch.Tensor]) -> torch.Tensor:
+        a = x @ p["w"]
+        y = a @ p["v_1"] if a[:1].sum() > 0 else a * p["v_2"]
+        for _ in range(3):
+            y = y @ p["u"] + y
+        return (y @ p["c"].T + p["b2"]) * torch.tensor([1.0, 0, 2, 1]) * 0.5
+
+    expected = {name: value.clone().requires_grad_() for name, value in start.items()}
+    label = torch.zeros(5, 4)
+    loss = torch.nn.functional.mse_loss(function(expected), label)
+    loss.backward()
+    torch.testing.assert_close(trainer.train_step(x=x, label=label)[0], loss.detach(), rtol=1e-4, atol=1e-5)
+    state = trainer.state_dict(pytorch_format=True)
+    for name, value in expected.items():
+        new = value.detach() - 1e-3 * (0 if value.grad is None else value.grad)
+        torch.testing.assert_close(state[name], new, rtol=1e-4, atol=1e-5)
+    trainer.save_as_onnx(tmp_path / "m.onnx")
+    onnx.checker.check_model(onnx.load(tmp_path / "m.onnx"))
+    again = load_onnx_model(tmp_path / "m.onnx")
+    assert set(again.parameters) == set(state)
+    assert all(torch.equal(again.parameters[name], value) for name, value in state.items())
+    (y,) = engine.InferenceSession(tmp_path / "m.onnx").run(None, {"x": x.numpy()})
+    torch.testing.assert_close(torch.from_numpy(y), function(dict(state)), rtol=1e-4, atol=1e-4)
+
+
+def test_sizes_of_minus_one_are_unknown() -> None:
+    given = proto()
+    given.graph.input[0].type.tensor_type.shape.dim[0].dim_value = -1
+    given.graph.output[0].type.tensor_type.shape.dim[0].dim_value = -1
+    trainer = ORTTrainer(given, "auto", optim.SGDConfig(), loss_fn="mse")
+    for size in (2, 5):
+        trainer.train_step(x=torch.ones(size, 3), label=torch.zeros(size, 4))
+
+
+def test_inputs_for_which_the_file_has_a_value() -> None:
+    given = proto("a = MatMul(x, w) y = Mul(a, by)", w=W, by=np.float32(2))
+    for name, shape in (("by", []), ("w", [3, 4])):
+        given.graph.input.append(onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, shape))
+    x, label = torch.randn(5, 3), torch.zeros(5, 4)
+    for batch, factor in (({}, 2.0), ({"by": torch.tensor(3.0)}, 3.0)):
+        trainer = ORTTrainer(given, "auto", optim.SGDConfig(), loss_fn="mse")
+        (loss, *_) = trainer.train_step(x=x, label=label, **batch)
+        expected = torch.nn.functional.mse_loss(x @ torch.from_numpy(W) * factor, label)
+        torch.testing.assert_close(loss, expected, rtol=1e-4, atol=1e-5)
+    trainer = ORTTrainer(given, "auto", optim.SGDConfig(), loss_fn="mse")
+    with pytest.raises(ValueError, match=r"values for its inputs \['w'\], which are weights .* leave them out"):
+        trainer.train_step(x=x, w=torch.ones(3, 4), label=label)

@@ -8,8 +8,9 @@ import numpy as np
 import onnx_ir as ir
 import torch
 
+from ..embedded import WEIGHT_TYPES
 from ..registry import Node, known_operator, operator
-from ..values import Known, as_tensor, each, is_known, torch_dtype
+from ..values import Known, Rounded, as_tensor, each, is_known, torch_dtype
 
 _Tensor = torch.Tensor
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz)
@@ -18,9 +19,12 @@ _WITH_INFINITY = (torch.float8_e5m2,)
 _SMALL = {ir.DataType.INT4: 4, ir.DataType.UINT4: 4, ir.DataType.INT2: 2, ir.DataType.UINT2: 2}
 
 
-@operator("Cast", since=6)
-def _cast(x: _Tensor, *, to: int, saturate: int = 1, round_mode: str = "up", node: Node) -> _Tensor:
-    return cast(x, ir.DataType(to), bool(saturate), round_mode, node)
+@operator("Cast", since=6, takes_rounded=True)
+def _cast(x: _Tensor | Rounded, *, to: int, saturate: int = 1, round_mode: str = "up", node: Node) -> _Tensor:
+    kind = ir.DataType(to)
+    if isinstance(x, Rounded):
+        x = x.values if kind in WEIGHT_TYPES else x.tensor
+    return cast(x, kind, bool(saturate), round_mode, node)
 
 
 @known_operator("Cast", since=6)

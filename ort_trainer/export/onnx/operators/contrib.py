@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from ..registry import Node, operator
+from ..values import Rounded, floats
 from .convolution import convolved
 from .linear_algebra import gemm
 from .normalization import check_stash_type, layer_normalized, rms_normalized
@@ -244,16 +245,16 @@ def _unpacked(packed: _Tensor, bits: int) -> _Tensor:
     return torch.stack(parts, -1).flatten(-2)
 
 
-@operator("DequantizeLinear", domain=_DOMAIN)
+@operator("DequantizeLinear", domain=_DOMAIN, takes_rounded=True)
 def _dequantize(
-    x: _Tensor, scale: _Tensor, zero: _Tensor | None, *, axis: int = 1, block_size: int = 0, node: Node
+    x: _Tensor | Rounded, scale: _Tensor, zero: _Tensor | None, *, axis: int = 1, block_size: int = 0, node: Node
 ) -> _Tensor:
-    return dequantized(x, scale, zero, axis, block_size, node)
+    return dequantized(floats(x), scale, zero, axis, block_size, node)
 
 
 @operator("QuantizeLinear", domain=_DOMAIN)
 def _quantize(
     x: _Tensor, scale: _Tensor, zero: _Tensor | None, *, axis: int = 1, block_size: int = 0, node: Node
-) -> _Tensor:
+) -> Rounded:
     output_type = ir.DataType.UINT8 if zero is None else zero_point_type(node, 2, zero)
     return quantized(x, scale, zero, axis, block_size, output_type, node)

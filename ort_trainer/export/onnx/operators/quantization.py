@@ -1,8 +1,9 @@
 """Quantization: scales and zero points, and products of quantized numbers.
 
-DequantizeLinear passes gradients to its scale, if that is trained, and to an input of 8-bit floats. Operators that
-round, QuantizeLinear and products of quantized numbers, pass no gradient to any input. The scale that
-DynamicQuantizeLinear computes has a gradient.
+Gradients pass straight through rounding, and are zero where a number was clamped to the range of its type, as in
+``torch.fake_quantize_per_tensor_affine``; of a scale as in PyTorch's learnable one. Quantized numbers therefore flow as
+floats, :class:`~..values.Rounded`, to the operators that take them as numbers. Scales that DynamicQuantizeLinear
+computes have no gradient, as those of PyTorch's observers.
 """
 
 from __future__ import annotations
@@ -11,11 +12,14 @@ import onnx_ir as ir
 import torch
 
 from ..registry import Node, operator
-from ..values import torch_dtype
+from ..values import Rounded, floats, torch_dtype
 from .casts import cast
 from .convolution import convolved
 
 _Tensor = torch.Tensor
+_LARGEST_FLOAT4 = 6.0
+# No type of quantized numbers reaches as far.
+_BEYOND = 2.0**20
 
 # The range of each integer type. Torch stores the smaller types in wider ones, whose limits don't apply.
 _LIMITS = {
@@ -30,9 +34,9 @@ _LIMITS = {
 }
 
 
-@operator("DequantizeLinear", since=10)
+@operator("DequantizeLinear", since=10, takes_rounded=True)
 def _dequantize(
-    x: _Tensor,
+    x: _Tensor | Rounded,
     scale: _Tensor,
     zero: _Tensor | None,
     *,
@@ -41,7 +45,9 @@ def _dequantize(
     output_dtype: int = 0,
     node: Node,
 ) -> _Tensor:
-    return dequantized(x, scale, zero, axis, block_size, node, torch_dtype(output_dtype) if output_dtype else None)
+    return dequantized(
+        floats(x), scale, zero, axis, block_size, node, torch_dtype(output_dtype) if output_dtype else None
+    )
 
 
 def dequantized(
@@ -66,7 +72,7 @@ def dequantized(
     """
     dtype = dtype or scale.dtype
     # Integers of 32 bits, such as a bias, need float64; smaller ones are exact in float32.
-    wide = torch.float64 if x.dtype == torch.int32 else torch.promote_types(dtype, torch.float32)
+    wide = torch.float64 if x.dtype in (torch.int32, torch.float64) else torch.promote_types(dtype, torch.float32)
     values = x.to(wide)
     if zero is not None:
         values = values - _spread(zero, x, axis, block_size, node).to(wide)
@@ -101,7 +107,7 @@ def _quantize(
     precision: int = 0,
     saturate: int = 1,
     node: Node,
-) -> _Tensor:
+) -> Rounded:
     output_type = ir.DataType(output_dtype or ir.DataType.UINT8)
     if zero is not None:
         output_type = zero_point_type(node, 2, zero)
@@ -126,48 +132,62 @@ def quantized(
     node: Node,
     saturate: int = 1,
     precision: int = 0,
-) -> _Tensor:
-    """Returns floats quantized to a type, round(x / scale) + zero, with ties to even; the result has no gradient."""
+) -> Rounded:
+    """Returns floats quantized to a type, round(x / scale) + zero, with ties to even."""
     dtype = torch_dtype(precision) if precision else scale.dtype
-    values = x.detach().to(dtype) / _spread(scale.detach(), x, axis, block_size, node).to(dtype)
+    values = x.to(dtype) / _spread(scale, x, axis, block_size, node).to(dtype)
+    offset = None if zero is None else _spread(zero, x, axis, block_size, node)
     if output_type not in _LIMITS:
-        values = values if zero is None else values + _spread(zero, x, axis, block_size, node).to(dtype)
-        return cast(values, output_type, bool(saturate), "up", node)
-    # Clamped before the conversion too, which is undefined for floats beyond the range of int64.
-    whole = values.round().double().clamp(-(2.0**31), 2.0**31).to(torch.int64)
-    return _limited(whole if zero is None else whole + _spread(zero, x, axis, block_size, node).long(), output_type)
+        values = values if offset is None else values + offset.to(dtype)
+        limit = _LARGEST_FLOAT4 if output_type == ir.DataType.FLOAT4E2M1 else torch.finfo(torch_dtype(output_type)).max
+        rounded = cast(values.detach(), output_type, bool(saturate), "up", node).to(dtype)
+        return Rounded(_straight(rounded, values.clamp(-limit, limit)), torch_dtype(output_type))
+    return _limited(values, offset, output_type)
 
 
-def _limited(values: _Tensor, output_type: ir.DataType) -> _Tensor:
-    return values.clamp(*_LIMITS[output_type]).to(torch_dtype(output_type))
+def _straight(rounded: _Tensor, values: _Tensor) -> _Tensor:
+    """Returns rounded numbers, whose gradient is that of the finite numbers that were rounded."""
+    return rounded + (values - values.detach())
+
+
+def _limited(values: _Tensor, zero: _Tensor | None, output_type: ir.DataType) -> Rounded:
+    """Returns numbers rounded, shifted and clamped to an integer type."""
+    # Infinite numbers would make differences NaN. The sum with a zero point of 16 bits is exact in float32.
+    values = values.to(torch.promote_types(values.dtype, torch.float32)).clamp(-_BEYOND, _BEYOND)
+    whole = _straight(values.detach().round(), values)
+    return Rounded((whole if zero is None else whole + zero).clamp(*_LIMITS[output_type]), torch_dtype(output_type))
 
 
 @operator("DynamicQuantizeLinear", since=11)
-def _quantize_dynamically(x: _Tensor) -> tuple[_Tensor, _Tensor, _Tensor]:
+def _quantize_dynamically(x: _Tensor) -> tuple[Rounded, _Tensor, _Tensor]:
     low, high = x.amin().clamp(max=0), x.amax().clamp(min=0)
-    scale = (high - low) / 255
-    steps = scale.detach()
-    zero = (-low.detach() / torch.where(steps == 0, torch.ones_like(steps), steps)).round().clamp(0, 255)
-    y = ((x.detach() / steps).round() + zero).clamp(0, 255)
-    return y.to(torch.uint8), scale, zero.to(torch.uint8)
+    scale = ((high - low) / 255).detach()
+    steps = torch.where(scale == 0, torch.ones_like(scale), scale)
+    zero = (-low.detach() / steps).round().clamp(0, 255)
+    return _limited(x / steps, zero, ir.DataType.UINT8), scale, zero.to(torch.uint8)
 
 
-@operator("MatMulInteger", since=10)
-def _product_of_integers(a: _Tensor, b: _Tensor, a_zero: _Tensor | None, b_zero: _Tensor | None) -> _Tensor:
-    return _exact_product(a, b, a_zero, b_zero).to(torch.int32)
+@operator("MatMulInteger", since=10, takes_rounded=True)
+def _product_of_integers(
+    a: _Tensor | Rounded, b: _Tensor | Rounded, a_zero: _Tensor | None, b_zero: _Tensor | None
+) -> Rounded:
+    return Rounded(_exact_product(a, b, a_zero, b_zero), torch.int32)
 
 
-def _exact_product(a: _Tensor, b: _Tensor, a_zero: _Tensor | None, b_zero: _Tensor | None) -> _Tensor:
+def _exact_product(
+    a: _Tensor | Rounded, b: _Tensor | Rounded, a_zero: _Tensor | None, b_zero: _Tensor | None
+) -> _Tensor:
     """Returns the product of integer matrices, computed exactly in double precision: PyTorch lacks integer kernels."""
     return torch.matmul(_without(a, _of_rows(a_zero)), _without(b, b_zero))
 
 
-def _without(x: _Tensor, zero: _Tensor | None) -> _Tensor:
-    return x.double() if zero is None else x.double() - zero.double()
+def _without(x: _Tensor | Rounded, zero: _Tensor | None) -> _Tensor:
+    """Returns quantized numbers less their zero point, in double precision."""
+    return floats(x).double() if zero is None else floats(x).double() - zero.double()
 
 
-def _kernel_without(weight: _Tensor, zero: _Tensor | None) -> _Tensor:
-    return _without(weight, None if zero is None else zero.reshape([-1] + [1] * (weight.dim() - 1)))
+def _kernel_without(weight: _Tensor | Rounded, zero: _Tensor | None) -> _Tensor:
+    return _without(weight, None if zero is None else zero.reshape([-1] + [1] * (floats(weight).dim() - 1)))
 
 
 def _of_rows(values: _Tensor | None) -> _Tensor | None:
@@ -175,19 +195,19 @@ def _of_rows(values: _Tensor | None) -> _Tensor | None:
     return values.unsqueeze(-1) if values is not None and values.dim() == 1 else values
 
 
-@operator("QLinearMatMul", since=10)
+@operator("QLinearMatMul", since=10, takes_rounded=True)
 def _product_of_quantized(
-    a: _Tensor,
+    a: _Tensor | Rounded,
     a_scale: _Tensor,
     a_zero: _Tensor,
-    b: _Tensor,
+    b: _Tensor | Rounded,
     b_scale: _Tensor,
     b_zero: _Tensor,
     y_scale: _Tensor,
     y_zero: _Tensor,
     *,
     node: Node,
-) -> _Tensor:
+) -> Rounded:
     rows = _of_rows(a_scale)
     assert rows is not None
     product = _exact_product(a, b, a_zero, b_zero) * (rows.double() * b_scale.double())
@@ -195,10 +215,10 @@ def _product_of_quantized(
     return quantized(product, y_scale.double(), y_zero, -1, 0, output_type, node)
 
 
-@operator("ConvInteger", since=10)
+@operator("ConvInteger", since=10, takes_rounded=True)
 def _convolution_of_integers(
-    x: _Tensor,
-    weight: _Tensor,
+    x: _Tensor | Rounded,
+    weight: _Tensor | Rounded,
     x_zero: _Tensor | None,
     weight_zero: _Tensor | None,
     *,
@@ -209,20 +229,19 @@ def _convolution_of_integers(
     pads: list[int] | None = None,
     strides: list[int] | None = None,
     node: Node,
-) -> _Tensor:
+) -> Rounded:
     # Computed exactly in double precision: PyTorch lacks integer kernels.
     kernel = _kernel_without(weight, weight_zero)
-    return convolved(
-        _without(x, x_zero), kernel, None, node, auto_pad, dilations, group, kernel_shape, pads, strides
-    ).int()
+    sums = convolved(_without(x, x_zero), kernel, None, node, auto_pad, dilations, group, kernel_shape, pads, strides)
+    return Rounded(sums, torch.int32)
 
 
-@operator("QLinearConv", since=10)
+@operator("QLinearConv", since=10, takes_rounded=True)
 def _convolution_of_quantized(
-    x: _Tensor,
+    x: _Tensor | Rounded,
     x_scale: _Tensor,
     x_zero: _Tensor,
-    weight: _Tensor,
+    weight: _Tensor | Rounded,
     weight_scale: _Tensor,
     weight_zero: _Tensor,
     y_scale: _Tensor,
@@ -236,10 +255,10 @@ def _convolution_of_quantized(
     pads: list[int] | None = None,
     strides: list[int] | None = None,
     node: Node,
-) -> _Tensor:
+) -> Rounded:
     kernel = _kernel_without(weight, weight_zero)
     offset = None if bias is None else bias.double()
     sums = convolved(_without(x, x_zero), kernel, offset, node, auto_pad, dilations, group, kernel_shape, pads, strides)
-    of_channels = (x_scale.double() * weight_scale.double()).reshape([-1] + [1] * (weight.dim() - 2))
+    of_channels = (x_scale.double() * weight_scale.double()).reshape([-1] + [1] * (kernel.dim() - 2))
     output_type = zero_point_type(node, 7, y_zero)
     return quantized(sums * of_channels, y_scale.double(), y_zero, 1, 0, output_type, node)
