@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ..optim import OptimizerConfig
+from ..optim.followed_update import TORCH_NAMES
 from ..optim.rule import RULES, Rule
 from ..optim.torch_optimizer import TorchOptimizerConfig, equivalent_rule
 from ..optim.update_writer import ParameterUpdate
@@ -17,9 +18,6 @@ from ..train.loop import TrainingLoop
 from .optimizer_model import Updated
 
 __all__ = ["optimizer_name", "parameter_updates"]
-
-# Our names of the state tensors -> PyTorch's.
-_TORCH_NAMES = {"Moment_1": "exp_avg", "Moment_2": "exp_avg_sq", "Momentum": "momentum_buffer"}
 
 
 def optimizer_name(config: OptimizerConfig) -> str:
@@ -83,7 +81,7 @@ def _torch_state(
     state: Mapping[str, Any] = config.optimizer.state.get(config.parameters[name], {})
     slots = {}
     for slot in update.slots:
-        tensor = state.get(_TORCH_NAMES[slot])
+        tensor = state.get(TORCH_NAMES[slot])
         slots[slot] = (torch.zeros_like(weight) if tensor is None else tensor).numpy(force=True)
     # SGD keeps no count, but has a momentum buffer after its first update.
     return slots, int(state.get("step", state.get("momentum_buffer") is not None))

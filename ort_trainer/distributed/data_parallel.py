@@ -37,6 +37,7 @@ class DataParallel(Strategy):
         self.processes = processes
         self.world_size, self.world_rank = processes.size, processes.rank
         self._bucket_bytes, self.reduction = bucket_bytes, reduction
+        self.divides_windows = reduction.of_means
         self.buckets = Buckets({}, self.world_size, bucket_bytes)
         self._names: list[str] = []
         self._trainable: Named = {}

@@ -7,6 +7,7 @@ other calls: only a call shows of which kind a function is.
 
 from __future__ import annotations
 
+import copy
 import functools
 import types
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["Graphed", "Inner", "Outer", "graphed_in", "rebound"]
+__all__ = ["Assigned", "Graphed", "Inner", "Outer", "graphed_in", "rebound"]
 
 _DEEPEST = 6
 
@@ -41,6 +42,43 @@ class Outer(_Marked):
 
 class Inner(_Marked):
     """What ``forward`` of the module is for an :class:`Outer` that does not call the graphs."""
+
+
+class Assigned:
+    """A function that was assigned to ``forward``, in the state of an ``ORTModule``.
+
+    Its deep copy calls the graphs of the copy. (PyTorch's modules are called through methods, which are copied with
+    their modules, but Python copies no closures.)
+
+    Args:
+        function: What ``forward`` of the ``ORTModule`` is.
+
+    Attributes:
+        function: What was assigned.
+    """
+
+    def __init__(self, function: Graphed | Outer) -> None:
+        is_plain = isinstance(function, Graphed)
+        self.function: Callable[..., Any] = function.like if is_plain else function.args[-1]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Assigned:
+        duplicate = copy.copy(self)
+        duplicate.function = _copied(self.function, memo)
+        return duplicate
+
+
+def _copied(value: Any, memo: dict[int, Any]) -> Any:
+    """Returns a deep copy, also of functions with the ``forward`` of an ``ORTModule`` in their closures."""
+    if not isinstance(value, types.FunctionType) or not value.__closure__ or graphed_in(value) is None:
+        return copy.deepcopy(value, memo)
+    cells = []
+    for cell in value.__closure__:
+        held = cell.cell_contents
+        cells.append(types.CellType(_copied(held, memo)) if callable(held) and graphed_in(held) else cell)
+    duplicate = types.FunctionType(value.__code__, value.__globals__, value.__name__, value.__defaults__, tuple(cells))
+    duplicate.__kwdefaults__ = value.__kwdefaults__
+    vars(duplicate).update({key: _copied(entry, memo) for key, entry in vars(value).items()})
+    return duplicate
 
 
 def graphed_in(function: Callable[..., Any]) -> Graphed | None:

@@ -22,7 +22,7 @@ from .fallback import (
     refuse_freed,
     running,
 )
-from .forward import Graphed, Inner, Outer, graphed_in, rebound
+from .forward import Assigned, Graphed, Inner, Outer, graphed_in, rebound
 from .graphs import CallGraphs
 from .verify import CallVerifier
 
@@ -34,14 +34,12 @@ _SHARED = (
     *("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"),
     *("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
 )
-_WRAPPER_NAMES = frozenset(
-    {
-        *vars(nn.Module()),
-        *("forward", "module", "_graphs", "_user_options"),
-        *("_fallback", "_first", "_own_forward", "_exported", "_callers", "_verifier"),
-    }
+# What each wrapper makes for itself; a copy has its own.
+_MADE = (
+    *("forward", "module", "_graphs", "_user_options"),
+    *("_fallback", "_first", "_own_forward", "_exported", "_callers", "_verifier"),
 )
-
+_WRAPPER_NAMES = frozenset({*vars(nn.Module()), *_MADE})
 
 _address = torch.Tensor.data_ptr
 # Assignments to an attribute of that name become the module's; this is Python's own.
@@ -98,8 +96,7 @@ class ORTModule(nn.Module):
 
     def __new__(cls, module: nn.Module, *args: Any, **kwargs: Any) -> ORTModule:
         """Creates an object that can be indexed and iterated over if the module can."""
-        special = {name: _special(name) for name in _SPECIAL if hasattr(type(module), name)}
-        return super().__new__(type(cls.__name__, (cls,), special) if special else cls)
+        return _blank(cls, *(name for name in _SPECIAL if hasattr(type(module), name)))
 
     def __init__(
         self,
@@ -295,10 +292,34 @@ class ORTModule(nn.Module):
         return sorted({*dir(type(self)), *vars(self), *dir(self.module)})
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return ORTModule, (self.module, self._user_options, self._fallback.policy)
+        kind = vars(type(self)).get("_kind", type(self))
+        names = [name for name in _SPECIAL if name in vars(type(self))] if kind is not type(self) else []
+        of_wrapper = {key: value for key, value in vars(self).items() if key not in (*_SHARED, *_MADE)}
+        own = self._first.like if self._own_forward else None
+        assigned = None if self.forward is self._first else Assigned(self.forward)
+        # The state comes last, because parts of it may refer to the wrapper.
+        state = self.module, self._user_options, self._fallback.policy, own, assigned, of_wrapper
+        return _blank, (kind, *names), state
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        module, options, policy, own, assigned, of_wrapper = state
+        vars(module).pop("forward", None)
+        if own is not None:
+            vars(module)["forward"] = own
+        ORTModule.__init__(self, module, options, policy)
+        vars(self).update(of_wrapper)
+        if assigned is not None:
+            self._assign(assigned.function)
 
     def __repr__(self) -> str:
         return f"ORTModule({self.module!r})"
+
+
+def _blank(kind: type[ORTModule], *special: str) -> ORTModule:
+    """Returns a wrapper without a module, of a class with special methods that call the module's."""
+    if special:
+        kind = type(kind.__name__, (kind,), {"_kind": kind, **{name: _special(name) for name in special}})
+    return nn.Module.__new__(kind)
 
 
 def _run_inside(module: nn.Module, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

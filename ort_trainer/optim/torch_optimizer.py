@@ -94,6 +94,8 @@ class _OverTorch(OptimizerConfig):
 
     @property
     def learning_rates(self) -> list[float]:
+        if self._from_bases:
+            self.scheduled()  # groups that load_state_dict() has replaced may lack initial_lr
         key = "initial_lr" if self._from_bases else "lr"
         rates = [float(group[key]) for group in self.optimizer.param_groups]
         return [*rates, rates[0]]  # the default group is empty
@@ -359,8 +361,8 @@ _EQUIVALENT: Mapping[str, tuple[str, _Hyper]] = {
 class FollowedConfig(_OverTorch):
     """Config with this package's rule that is equivalent to a ``torch.optim`` optimizer, and with its learning rates.
 
-    The optimizer's ``step`` is never called, and its state stays empty: the trainer owns the moments. Every update
-    reads its parameter groups, so ``torch.optim`` schedules over it take effect. Checkpoints have the format of the
+    The trainer never calls the optimizer's ``step``. Every update reads its parameter groups, so ``torch.optim``
+    schedules over it take effect, and shares its state (``FollowedUpdate``). Checkpoints have the format of the
     config with the same rule, such as ``AdamWConfig``.
 
     Args:
@@ -388,8 +390,15 @@ class FollowedConfig(_OverTorch):
         self._slots = self._current_slots()
 
     def check(self) -> None:
-        """Checks that the groups have the same parameters and need the same state tensors as before."""
+        """Checks that the rule is still equivalent, with the same parameters and state tensors as before."""
         super().check()
+        reasons = _differences(self.optimizer)
+        if reasons:
+            raise RuntimeError(
+                f"a parameter group of {type(self.optimizer).__name__} has changed since from_torch(): "
+                f"{'; '.join(reasons)}. Create a trainer with the optimizer itself as optim_config: then its own "
+                "step() updates the weights"
+            )
         if self._current_slots() != self._slots:
             raise RuntimeError(
                 f"a parameter group of {type(self.optimizer).__name__} has gained or lost its momentum since the "
@@ -406,6 +415,16 @@ class FollowedConfig(_OverTorch):
         self.optimizer._opt_called = True  # type: ignore[attr-defined] # schedules require it before their own step
 
 
+def _differences(optimizer: torch.optim.Optimizer) -> list[str]:
+    """Returns the hyper-parameters of an optimizer that its equivalent rule lacks."""
+    reasons = []
+    for group in optimizer.param_groups:
+        reasons += [f"it has {key}=True" for key in ("amsgrad", "maximize", "differentiable") if group.get(key)]
+        if type(optimizer).__name__ == "Adam" and group["weight_decay"] and not group.get("decoupled_weight_decay"):
+            reasons.append("Adam adds weight_decay to the gradients (L2), and no rule here does that")
+    return list(dict.fromkeys(reasons))
+
+
 def equivalent_rule(optimizer: torch.optim.Optimizer) -> tuple[str, _Hyper]:
     """Returns the name of an optimizer's equivalent rule, and a function from a group to the rule's hyper-parameters.
 
@@ -414,15 +433,9 @@ def equivalent_rule(optimizer: torch.optim.Optimizer) -> tuple[str, _Hyper]:
     """
     kind = type(optimizer)
     entry = _EQUIVALENT.get(kind.__name__) if kind.__module__.startswith("torch.optim") else None
-    reasons = [f"there is none for {kind.__name__}"] if entry is None else []
-    for group in optimizer.param_groups if entry is not None else ():
-        reasons += [f"it has {key}=True" for key in ("amsgrad", "maximize", "differentiable") if group.get(key)]
-        if kind.__name__ == "Adam" and group["weight_decay"] and not group.get("decoupled_weight_decay"):
-            reasons.append("Adam adds weight_decay to the gradients (L2), and no rule here does that")
+    reasons = [f"there is none for {kind.__name__}"] if entry is None else _differences(optimizer)
     if entry is None or reasons:
-        raise ValueError(
-            f"no config does what this torch.optim.{kind.__name__} does: {'; '.join(dict.fromkeys(reasons))}"
-        )
+        raise ValueError(f"no config does what this torch.optim.{kind.__name__} does: {'; '.join(reasons)}")
     return entry
 
 
@@ -432,12 +445,12 @@ def from_torch(optimizer: torch.optim.Optimizer) -> FollowedConfig:
     It supports ``SGD``, ``AdamW``, and ``Adam`` without weight decay.
 
     Args:
-        optimizer: The optimizer, over parameters of the model, without state. Its groups stay in effect: change their
-            learning rates yourself or with a ``torch.optim`` schedule.
+        optimizer: The optimizer, over parameters of the model. Its groups and its state stay in effect: change their
+            learning rates yourself or with a ``torch.optim`` schedule, save its ``state_dict()``, and load another.
 
     Raises:
         TypeError: If the argument is not a PyTorch optimizer.
-        ValueError: If no config does the same, or if the optimizer has been used already.
+        ValueError: If no config does the same.
 
     Example:
         >>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -452,11 +465,6 @@ def from_torch(optimizer: torch.optim.Optimizer) -> FollowedConfig:
         raise ValueError(
             f"{error}. Give the optimizer itself as optim_config: then its own step() updates the weights"
         ) from None
-    if optimizer.state:
-        raise ValueError(
-            f"this {type(optimizer).__name__} has state from earlier updates, which its config would not continue "
-            "from: give the optimizer itself as optim_config"
-        )
     return FollowedConfig(optimizer, *entry)
 
 

@@ -153,6 +153,12 @@ class OptimizerUpdate:
     def forget(self, used: Mapping[str, torch.Tensor]) -> None:
         """Releases used gradients."""
 
+    def refresh(self) -> None:
+        """Takes the state that a user has put in place of this one; called before others use the state."""
+
+    def publish(self) -> None:
+        """Called after others have changed the state."""
+
     def _update(
         self,
         gradients: Mapping[str, torch.Tensor],

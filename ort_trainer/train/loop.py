@@ -19,9 +19,10 @@ from ..core.threads import OneThread
 from ..engine import Check, Executor, Plan
 from ..export import BORROWED, ModelSource
 from ..optim import OptimizerConfig
+from ..optim.followed_update import FollowedUpdate
 from ..optim.parts import Named, global_norm
 from ..optim.step_info import TrainStepInfo
-from ..optim.torch_optimizer import TorchOptimizerConfig, TorchUpdate
+from ..optim.torch_optimizer import FollowedConfig, TorchOptimizerConfig, TorchUpdate
 from ..optim.update import Again, OptimizerUpdate
 from ..options import ModelDescription, ORTTrainerOptions
 from ..profiling import Profile, Profiler
@@ -744,9 +745,11 @@ class TrainingLoop:
             gradient_memory=memory,
             cuda_graphs=options.cuda_graphs(self.device),
         )
-        update = TorchUpdate if isinstance(config, TorchOptimizerConfig) else OptimizerUpdate
-        self.optimizer: OptimizerUpdate = update(
-            config,  # type: ignore[arg-type]
+        update: Callable[..., OptimizerUpdate] = OptimizerUpdate
+        if isinstance(config, (TorchOptimizerConfig, FollowedConfig)):
+            update = TorchUpdate if isinstance(config, TorchOptimizerConfig) else FollowedUpdate
+        self.optimizer = update(
+            config,
             trainable,
             {name: config.group_of(*names) for name, names in source.names_of_trainable().items()},
             clip=options.utils.grad_norm_clip,

@@ -117,6 +117,7 @@ def load(
 
     def checked() -> tuple[Mapping[str, Any], State]:
         loop.started()  # raises if the user replaced tensors of the model by unusable ones
+        loop.optimizer.refresh()
         state_dict = get_state_dict()
         restored = read(state_dict if owned else copied(state_dict), loop.contents, loop.window, strict)
         if strict and restored.frozen_digest and restored.frozen_digest != _frozen_digest(loop):
@@ -132,7 +133,9 @@ def load(
 
     state_dict, restored = together(loop.strategy, "load", checked)
     if loop.strategy.world_size > 1:
-        _reduce_to_process(restored, loop.strategy, loop.contents.device)
+        _check_equal(restored, loop.strategy)
+    _fit_window(restored, loop.strategy)
+    _fit_random(restored, loop.strategy, loop.contents.device)
     objects = restored.objects
     previous_scaler, previous_rates = precision.state_dict(), copying.deepcopy(rates.state_dict())
     if restored.window is not None and "window" in state_dict:
@@ -199,6 +202,7 @@ def gather(loop: TrainingLoop, meeting: Meeting, keep: bool = True) -> State:
             window.load_state_dict({**window.state_dict(), **joint, "micro_batches": max(counts)})
     optimizer, gradients = None, {}
     if meeting.kind != "model":
+        loop.optimizer.refresh()
         slots: dict[str, dict[str, torch.Tensor]] = {name: {} for name in loop.optimizer.slots}
         for slot in loop.optimizer.rule.slots:
             parts = {name: tensors[slot] for name, tensors in loop.optimizer.slots.items() if slot in tensors}
@@ -289,20 +293,8 @@ def _unstored(name: str, entry: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(f"state_dict[outside][{name}] is damaged: {shown(entry)}") from error
 
 
-def _reduce_to_process(restored: State, strategy: Strategy, device: torch.device) -> None:
-    """Reduces a state, in place, to what this process restores.
-
-    Rank 0 continues the window with its gradients; the others start with an empty contribution. If as many processes
-    load the state as saved it, each gets its own random state; otherwise theirs are derived from that of rank 0.
-
-    Args:
-        restored: The state that was read.
-        strategy: How the processes work together.
-        device: Where training runs.
-
-    Raises:
-        DistributedError: In all processes, if their states differ.
-    """
+def _check_equal(restored: State, strategy: Strategy) -> None:
+    """Raises a DistributedError, in all processes, if their states differ."""
     checksums = [int(text) for text in strategy.gather(str(_checksum(restored)).encode())]
     different = [rank for rank, checksum in enumerate(checksums) if checksum != checksums[0]]
     if different:
@@ -310,15 +302,41 @@ def _reduce_to_process(restored: State, strategy: Strategy, device: torch.device
             f"ranks {different} got a different state to load than rank 0: load the same state in all processes; "
             "nothing has changed"
         )
+
+
+def _fit_random(restored: State, strategy: Strategy, device: torch.device) -> None:
+    """Reduces the random states, in place, to that of this process.
+
+    If as many processes load the state as saved it, each gets its own; otherwise theirs are derived from rank 0's.
+    """
     rank, states = strategy.world_rank, restored.random_states
     if len(states) == strategy.world_size:
         restored.random = states[rank]
     elif restored.random is not None and rank:
         restored.random = derived_state(restored.random.tobytes(), device, rank).numpy()
-    if rank and restored.gradients:
-        assert restored.window is not None
-        restored.gradients = {}
-        restored.window["weight"] = 0.0
+
+
+def _fit_window(restored: State, strategy: Strategy) -> None:
+    """Reduces an accumulation window, in place, to what this process continues.
+
+    A micro-batch that is divided among ``m`` processes has the weight ``m`` in a mean, so one that ``n`` processes have
+    done before gets the weight ``m`` instead of ``n``. (Sums have no weights, and given weights count examples.) Rank 0
+    continues the window, and the others begin with an empty contribution; or all have equal parts of it.
+    """
+    if not restored.gradients:
+        return
+    assert restored.window is not None
+    size, saved_size = strategy.world_size, max(len(restored.random_states), 1)
+    factor = size / saved_size if restored.window["reduction"] == "mean" else 1.0
+    if strategy.divides_windows:
+        factor /= size
+    elif strategy.world_rank:
+        restored.gradients, factor = {}, 0.0
+    if factor != 1.0:
+        restored.window["weight"] *= factor
+        restored.gradients = {
+            name: np.asarray(value * factor, value.dtype) for name, value in restored.gradients.items()
+        }
 
 
 def _checksum(restored: State) -> int:
@@ -351,6 +369,7 @@ def _restore(loop: TrainingLoop, state: State) -> None:
         else:
             part = optimizer.parts.of({name: tensor_of(value)})[name]
             optimizer.slots[name][slot].copy_(part)
+    optimizer.publish()
     if state.window is not None:
         executor.restore_gradients({name: torch.from_numpy(value) for name, value in state.gradients.items()})
     if state.random is not None:

@@ -274,6 +274,8 @@ class Strategy:
         world_size: The number of processes.
         world_rank: The rank of this process, from 0.
         zero_stage: 1 if each process keeps a part of the optimizer's state; else 0.
+        divides_windows: Whether all processes need a part of a window that is restored, because an update combines the
+            means of their windows.
         joining: Whether this process is in a context of :meth:`join`.
         stop_asked: Whether this process wants all to stop; the others learn it at the next meeting.
         stop_heard: Whether any process asked to stop at the last meeting.
@@ -282,6 +284,7 @@ class Strategy:
     world_size: int = 1
     world_rank: int = 0
     zero_stage: int = 0
+    divides_windows: bool = False
     joining: bool = False
     stop_asked: bool = False
     stop_heard: bool = False

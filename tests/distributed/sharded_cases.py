@@ -140,6 +140,17 @@ def refused_torch(rank: int, size: int) -> Result:
     return {}
 
 
+def refused_state(rank: int, size: int) -> Result:
+    """Reads the state of an optimizer of which each process has only a part."""
+    model = Odd()
+    options = ORTTrainerOptions({"distributed": {"deepspeed_zero_optimization": {"stage": 1}}})
+    optimizer = torch.optim.AdamW(model.parameters())
+    config = optim.from_torch(optimizer)
+    train(ORTTrainer(model, "auto", config, nn.CrossEntropyLoss(), options), rank, size, 1)
+    optimizer.state_dict()
+    return {}
+
+
 def refused_shared(rank: int, size: int) -> Result:
     """Two weights that share memory without being views of each other."""
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))

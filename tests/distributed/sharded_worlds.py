@@ -14,7 +14,20 @@ from .world import run
 LAUNCHES: list[tuple[int, list[str]]] = [
     (1, [*RUNS, "own_loop", "overflow", "first_on"]),
     (4, ["adam", "lamb", "memory", "first_on", "first_off"]),
-    (2, [*RUNS, "own_loop", "overflow", "second_off", "second_on", "resume", "refused_torch", "refused_shared"]),
+    (
+        2,
+        [
+            *RUNS,
+            "own_loop",
+            "overflow",
+            "second_off",
+            "second_on",
+            "resume",
+            "refused_torch",
+            "refused_state",
+            "refused_shared",
+        ],
+    ),
     (1, ["third", "third_again"]),
     (3, ["adam", "lamb", "overflow", "memory", "fourth_on", "fourth_off", "failures"]),
 ]

@@ -49,6 +49,7 @@ def test_each_process_keeps_a_part_of_the_moments(size: int) -> None:
     ("case", "words"),
     [
         ("refused_torch", ["ValueError", "SGD", "ZeroRedundancyOptimizer", "optim.SGDConfig"]),
+        ("refused_state", ["RuntimeError", "only a part of AdamW's state", "trainer.state_dict()"]),
         ("refused_shared", ["ValueError", "'0.weight', '1.weight'", "share memory", "stage to 0"]),
     ],
 )

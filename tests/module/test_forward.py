@@ -65,10 +65,11 @@ def test_another_forward_pass_becomes_a_graph(bind: Any, nets: tuple[Net, Any, l
         duplicate.second.weight.zero_()
     close(ours(X), eager(X))
     close(duplicate(X), (torch.zeros(4, 3) + eager.second.bias).tanh() * 2)
-    for net in (eager, ours):
+    for net in (eager, ours, duplicate):
         del net.forward
     close(ours(X), eager(X))
     close(ours.predict(X), eager.predict(X))
+    close(duplicate(X), eager(X))
 
 
 def _around(before: Any) -> Any:
@@ -108,6 +109,13 @@ def test_functions_around_the_graphs(make: Any, nets: tuple[Net, Any, list[int]]
         for _ in range(2):
             close(ours(X), eager(X) + 1)
     assert len(exports) == (2 if make is _in_a_global else 1)
+    duplicate = copy.deepcopy(ours)
+    with torch.no_grad():
+        ours.first.weight.add_(1)
+    if make is not _in_a_global:  # which is of the original, as in PyTorch
+        close(duplicate(X), eager(X) + 1)
+    with torch.no_grad():
+        ours.first.weight.copy_(eager.first.weight)
     around = ours.forward
     ours.forward = before
     assert ours.forward is before

@@ -76,6 +76,38 @@ def test_copies() -> None:
         close(other(X), ours(X))
 
 
+class Counts:
+    """A hook that can be copied."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, *_: Any) -> None:
+        self.calls += 1
+
+
+class Wrapper(ORTModule):
+    """A class of a user's own."""
+
+
+@pytest.mark.parametrize("duplicated", [copy.deepcopy, lambda ours: pickle.loads(pickle.dumps(ours))])
+def test_copies_have_what_belongs_to_the_wrapper(duplicated: Any) -> None:
+    ours = Wrapper(nn.Sequential(nn.Linear(6, 2)), {"debug": {"verify_every": 2}}, fallback="error")
+    ours.register_forward_pre_hook(Counts())
+    ours.register_forward_hook(Counts(), always_call=True)
+    ours.register_full_backward_pre_hook(Counts())
+    ours.register_full_backward_hook(Counts())
+    ours.note = ours.itself = [ours.forward]  # the module's, which refers to the wrapper
+    other = duplicated(ours)
+    other(X).sum().backward()
+    kinds = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+    assert [hook.calls for kind in kinds for hook in getattr(other, kind).values()] == [1, 1, 1, 1]
+    assert [hook.calls for kind in kinds for hook in getattr(ours, kind).values()] == [0, 0, 0, 0]
+    assert type(other).__mro__[1] is Wrapper and len(other) == 1 and ours[0].weight.grad is None
+    assert other._fallback.policy == "error" and other._verifier is not None and other.note[0].args[0] is other
+    assert type(duplicated(other)).__mro__[1] is Wrapper
+
+
 def test_hooks_outside() -> None:
     ours, seen = ORTModule(nn.Linear(6, 2)), []
     ours.register_forward_pre_hook(lambda *_: seen.append("before"))

@@ -110,6 +110,42 @@ def test_training_equals_pytorchs() -> None:
     train_both(Tagger(), [batch(3, 5, padded=False), batch(4, 7), batch(3, 9), batch(5, 6)] * 5, kernels="auto")
 
 
+@pytest.mark.parametrize("loss", ["flat", "transposed", "with labels of sequences", "other names"])
+def test_labels_of_each_token(loss: str) -> None:
+    """Also if only the first batch says, or nothing does, that labels and tokens have the sizes of the mask."""
+    pools = loss == "with labels of sequences"
+
+    class Words(Bag):
+        def forward(self, tokens: torch.Tensor, mask: torch.Tensor) -> Any:
+            x = torch.relu(self.words(tokens))
+            return (self.head(x), (x * mask[..., None]).sum(1)) if pools else self.head(x)
+
+    def of_batch(result: Any, labels: torch.Tensor, kinds: Any = None) -> torch.Tensor:
+        logits = result[0] if pools else result
+        if loss == "transposed":
+            return F.cross_entropy(logits.transpose(1, 2), labels)
+        flat = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return flat + F.cross_entropy(result[1], kinds) if pools else flat
+
+    desc: Any = "auto"
+    if loss == "other names":
+        inputs = [(name, [f"{name}_0", f"{name}_1"]) for name in ("tokens", "mask", "labels")]
+        desc = {"inputs": inputs, "outputs": [("loss", [], True), ("logits", ["a", "b", CLASSES])]}
+    model = Words()
+    theirs = copy.deepcopy(model)
+    update = torch.optim.SGD(theirs.parameters(), lr=0.1)
+    options = ORTTrainerOptions({"utils": {"remove_padding": "mask"}})
+    ours = ORTTrainer(model, desc, optim.SGDConfig(lr=0.1), loss_fn=of_batch, options=options)
+    for size, length in ((3, 5), (2, 7), (4, 5)):
+        tokens, mask, labels = batch(size, length)
+        given = tokens, mask, labels, *([torch.arange(size)] if pools else ())
+        update.zero_grad()
+        expected = of_batch(theirs(tokens, mask), *given[2:])
+        expected.backward()
+        update.step()
+        assert_close(ours.train_step(*given)[0], expected.detach(), 1e-5, "loss")
+
+
 @pytest.mark.skipif(shutil.which("g++") is None, reason="there is no C++ compiler")
 def test_compiled_training_equals_pytorchs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the second trainer from the cache, whose conditions can't depend on a batch's values."""

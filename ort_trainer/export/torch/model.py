@@ -209,7 +209,8 @@ class TorchSource(ModelSource):
         place = next((value.device for value in (*self.parameters.values(), *self.buffers.values())), None)
         with BORROWED:  # before the first step, the model may be elsewhere than training
             batch = {name: value.to(place) for name, value in batch.items()}
-            return describe(self._model, self._loss_fn, batch, layouts, parameters)
+            mask = self._options.utils.remove_padding
+            return describe(self._model, self._loss_fn, batch, layouts, parameters, mask)
 
     def builder(
         self,

@@ -117,6 +117,7 @@ def describe(
     batch: Mapping[str, torch.Tensor],
     layouts: Mapping[str, Layout],
     parameters: Mapping[str, torch.Tensor],
+    padding_mask: str = "",
 ) -> ModelDescription:
     """Returns a description of a model.
 
@@ -131,6 +132,7 @@ def describe(
         batch: The tensors of the sample by input name.
         layouts: How to build the arguments from the tensors.
         parameters: The loss parameters.
+        padding_mask: The input that says which places are padded, which integer inputs of its sizes have, too.
 
     Raises:
         TypeError: If the label is missing, or ``loss_fn`` does not take the labels.
@@ -147,7 +149,7 @@ def describe(
         **{name: value for name, value in batch.items() if argument_of(name) not in labels},
         **{name: value for name, value in batch.items() if argument_of(name) in labels},
     }
-    inputs = [(name, list(shape)) for name, shape in input_shapes(batch).items()]
+    inputs = [(name, list(shape)) for name, shape in input_shapes(batch, padding_mask).items()]
 
     # forward() may do anything to Python objects; its side effects stay in the child.
     def described_outputs() -> list[tuple[str, list[str], bool]]:
@@ -205,11 +207,13 @@ def _labels(
     return labels
 
 
-def input_shapes(batch: Mapping[str, torch.Tensor]) -> dict[str, tuple[int | str, ...]]:
+def input_shapes(batch: Mapping[str, torch.Tensor], padding_mask: str = "") -> dict[str, tuple[int | str, ...]]:
     """Returns the sizes of inputs, and names of those that are dynamic; see :func:`describe`."""
     first_sizes = {value.shape[0] for name, value in batch.items() if value.dim() and argument_of(name) == name}
     shapes: dict[str, tuple[int | str, ...]] = {}
     sequence: int | None = None
+    if padding_mask in batch and batch[padding_mask].dim() == 2:
+        sequence = batch[padding_mask].shape[1]
     for name, value in batch.items():
         shape: list[int | str] = list(value.shape)
         if argument_of(name) != name and len(first_sizes) == 1:
@@ -222,7 +226,7 @@ def input_shapes(batch: Mapping[str, torch.Tensor]) -> dict[str, tuple[int | str
             if value.dim() == 2 and sequence is None:
                 sequence = int(value.shape[1])
                 shape[1] = "sequence"
-            elif value.dim() == 2 and name in _ALONG_THE_SEQUENCE and value.shape[1] == sequence:
+            elif (padding_mask or name in _ALONG_THE_SEQUENCE) and value.dim() == 2 and value.shape[1] == sequence:
                 shape[1] = "sequence"
         shapes[name] = tuple(shape)
     return shapes

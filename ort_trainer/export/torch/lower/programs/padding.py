@@ -111,6 +111,8 @@ class _Remover:
             with self._graph.inserting_before(node):
                 self._visit(node)
         self._graph.eliminate_dead_code()
+        if not self._places.rows.all_input_nodes:  # nothing is left out, as no other input has the mask's sizes
+            return {}
         return {KEPT_PLACES: (self._places.rows.all_input_nodes[0], 0)}
 
     def _find_places(self) -> _Places:
@@ -328,6 +330,12 @@ def _separately(holds: Callable[..., bool] = lambda *_: True) -> _Rule:
     return rule
 
 
+def _picks(position: int) -> _Rule:
+    """Returns the rule of operators that pick a class for each place; the argument of the given number says which."""
+    rule = _separately()
+    return lambda remover, node: rule(remover, node) if remover.axes(node.args[position]) else None
+
+
 def _along(*positions: int, added: int = 0, sums: bool = False) -> _Rule:
     """Returns the rule of operators that work along axes behind those of places.
 
@@ -405,12 +413,12 @@ _RULES: dict[Any, _Rule] = {
         (
             aten.embedding.default,
             aten.embedding_dense_backward.default,
-            aten.nll_loss_forward.default,
-            aten.nll_loss_backward.default,
             aten.sum.default,
         ),
         _separately(),
     ),
+    aten.nll_loss_forward.default: _picks(1),
+    aten.nll_loss_backward.default: _picks(2),
     # Along axes that are the argument of the given number.
     **dict.fromkeys(
         (
