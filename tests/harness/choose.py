@@ -30,7 +30,7 @@ _BESIDE: Mapping[str, Sequence[str]] = {
     "Makefile": ("tests/test_docs.py", "tests/test_package.py"),
     "README.md": ("tests/test_docs.py",),
     "SECURITY.md": ("tests/test_docs.py",),
-    "benchmarks": ("tests/test_benchmarks.py", "tests/test_docs.py"),
+    "benchmarks": ("tests/test_benchmarks.py", "tests/test_docs.py", "tests/fuzz/test_population.py"),
     "c": ("tests/api/test_histories.py",),
     "constraints.txt": ("tests/test_package.py",),
     "docs": ("tests/test_docs.py",),

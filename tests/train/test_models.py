@@ -388,6 +388,8 @@ class Special(nn.Module):
         self.fc1, self.fc2 = nn.Linear(8, 8), nn.Linear(8, 3)
         self.rnn = nn.LSTM(8, 8, 3, dropout=0.5, batch_first=True)
         self.register_buffer("average", torch.zeros(8))
+        if case == "own backward, a layer with two names":
+            self.fc0 = self.fc1
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.fc1(x)
@@ -395,6 +397,8 @@ class Special(nn.Module):
             y = Straight.apply(y)
         if self.case == "own backward":
             y = OwnBackward.apply(y)
+        if self.case == "own backward, a layer with two names":
+            y = self.fc0(OwnBackward.apply(y))
         if self.case == "hook" and y.requires_grad:
             y.register_hook(lambda grad: grad * 3)
         if self.case == "hook of a node" and y.grad_fn is not None:
@@ -410,7 +414,10 @@ class Special(nn.Module):
 @pytest.mark.options(random_numbers="pytorch")
 @pytest.mark.parametrize(
     "case",
-    ["straight through", "own backward", "hook", "hook of a node", "assigned buffer", "dropout between layers"],
+    [
+        *("straight through", "own backward", "own backward, a layer with two names", "hook", "hook of a node"),
+        *("assigned buffer", "dropout between layers"),
+    ],
 )
 def test_what_an_exporter_loses_easily(case: str) -> None:
     """Uses SGD, because Adam would hide a gradient that is wrong by a factor."""

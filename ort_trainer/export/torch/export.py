@@ -34,7 +34,7 @@ from .capture.eager import random_state_kept
 from .capture.fingerprint import NoFingerprint, fingerprint, outline
 from .capture.index_ranges import find_index_ranges, reads_values
 from .capture.step_module import ExportedStep
-from .fx.explain import forward_line, may_be_sizes
+from .fx.explain import forward_line, is_meant, may_be_sizes, unforeseen
 from .fx.symbols import remembered_sizes
 from .graph.kernels import Kernels
 from .lower.kinds import ONNX_RUNTIME, PROGRAMS, kinds
@@ -72,16 +72,26 @@ def export(
         ValuesAsked: If the model has branches on values or refuses a number that has changed, and the step has no
             answers.
     """
-    attempt = functools.partial(_Exporter, step, batch, training, cache, stage)
+
+    def attempt(kernels: Kernels) -> Export:
+        try:
+            return _Exporter(step, batch, training, cache, stage, kernels).run()
+        except (ExportError, ValuesAsked):
+            raise
+        except Exception as error:
+            if is_meant(error):
+                raise
+            raise ExportError(unforeseen(error, type(step.model).__name__)) from error
+
     preferred, *others = _usable_kinds(step, training, step.device_for(batch.values()))
     with quiet(), remembered_sizes():
         try:
-            return attempt(preferred).run()
+            return attempt(preferred)
         except ExportError as error:
             if not others or step.padding_mask:
                 raise
             _log.info("using %s: %s", others[0].title, " ".join(str(error).split()))
-        return attempt(others[0]).run()
+        return attempt(others[0])
 
 
 def _usable_kinds(step: ExportedStep, training: bool, device: torch.device) -> list[Kernels]:

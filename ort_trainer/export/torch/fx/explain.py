@@ -12,18 +12,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from ....core.errors import ExportError
+from ....core.errors import PACKAGE, ExportError
 
 __all__ = [
     "LIBRARIES",
     "explain",
     "forward_line",
     "gradients_within",
+    "is_meant",
     "line_of_trace",
     "may_be_sizes",
     "shown_place",
     "source_line",
     "source_line_of_error",
+    "unforeseen",
     "way_out",
     "with_history",
 ]
@@ -92,6 +94,27 @@ def explain(error: Exception, exporter: str, model: str) -> str:
         )
     where = source_line_of_error(error) + (f"\n  which calls {inner}" if inner else "")
     return f"{exporter} could not capture {model}: {what}\n  {where}\n{hint}"
+
+
+def is_meant(error: Exception) -> bool:
+    """Returns whether an error is for the user as it is: this package says it, or the user's code raises it."""
+    file, _, _, text = _frames_of_error(error)[-1]
+    if file.startswith(PACKAGE):
+        return text.startswith("raise ")
+    return isinstance(error, (TypeError, ValueError)) and not file.startswith(LIBRARIES)
+
+
+def unforeseen(error: Exception, model: str) -> str:
+    """Returns the message for an error that no station of an export explains, in one line."""
+    met = [value for frame, _ in traceback.walk_tb(error.__traceback__) for value in frame.f_locals.values()]
+    nodes = [value for value in met if isinstance(value, torch.fx.Node) and value.op == "call_function"]
+    where = f" at {nodes[-1].target}, {source_line(nodes[-1]) or 'whose line is unknown'}" if nodes else ""
+    file, line, function, _ = _frames_of_error(error)[-1]
+    what = f"{type(error).__name__}: {error}".partition("\n")[0]
+    return (
+        f"the export of {model} failed{where}: {what} ({Path(file).name}:{line}, in {function}). This should be "
+        "reported with the model; until then ORTModule(model) trains it, as PyTorch runs what no graph can"
+    )
 
 
 def may_be_sizes(error: ExportError) -> bool:

@@ -97,6 +97,7 @@ def differentiate(
         core = module if captured.as_it_stands else exported
         if captured.as_it_stands:
             stack.enter_context(_compiling_state_context())  # models ask whether they are exported
+            stack.enter_context(_tensors_put_back(module))
             stack.enter_context(_marked_modules(module))
             stack.enter_context(module.recorder.with_backward_pass())
         table = stack.enter_context(kernels.decompositions())
@@ -406,6 +407,18 @@ def lift_attributes(joint: torch.fx.GraphModule, constants: dict[torch.fx.Node, 
         node.replace_all_uses_with(placeholder)
         joint.graph.erase_node(node)
         constants[placeholder] = value
+
+
+@contextlib.contextmanager
+def _tensors_put_back(module: nn.Module) -> Iterator[None]:
+    """Puts parameters and buffers back: PyTorch leaves those that it traced in a module that has several names."""
+    tensors = [(part, dict(part._parameters), dict(part._buffers)) for part in module.modules()]
+    try:
+        yield
+    finally:
+        for part, parameters, buffers in tensors:
+            part._parameters.update(parameters)
+            part._buffers.update(buffers)
 
 
 _STACK = "nn_module_stack"

@@ -15,6 +15,7 @@ import enum
 import functools
 import inspect
 import io
+import itertools
 import random
 import sys
 import threading
@@ -130,7 +131,7 @@ class Recorder:
         self._of_classes: set[tuple[int, str]] = set()  # ids of classes and Python modules, with attributes recorded
         self._places_of_classes: dict[int, Place] = {}  # id of a class -> its first place
         self._names: set[str] = set()  # names of globals and attributes in the code of all functions
-        self._iterators: list[Place] = []
+        self._iterators: list[tuple[Place, Iterator[Any], str]] = []  # each with its text when it was met
         self._values: set[Place] = set()  # of tensors whose numbers were read
         self._listed: set[Place] = set()  # of the __dict__s whose keys were read
         # What is replaced for the time of the run.
@@ -264,7 +265,10 @@ class Recorder:
                 f"the run changes {described(place)!r}, an array or a context variable, which a graph can't do: keep a "
                 "tensor or a number in an attribute"
             )
-        for place in self._iterators:
+        for place, iterator, before in self._iterators:
+            # Functions that were met may not have been called. A count's text shows whether a number was taken.
+            if type(iterator) is itertools.count and repr(iterator) == before:
+                continue
             raise ExportError(
                 f"the run reads the iterator {described(place)!r}, from which a graph can't take a value in each step: "
                 "take it before the step, and pass it as an input"
@@ -483,7 +487,7 @@ class Recorder:
                 self._meet(part, (*place, Access("key", key)))
         elif isinstance(value, Iterator):
             if not isinstance(value, io.IOBase):  # what files hold is not watched
-                self._iterators.append(place)
+                self._iterators.append((place, value, repr(value) if type(value) is itertools.count else ""))
         elif isinstance(value, MEMORIES):
             self._copies.add_memory(value, place)
         else:

@@ -71,6 +71,19 @@ def test_what_a_graph_can_not_do_is_refused_with_its_place(model: Net, message: 
     assert (set(vars(model)), list(model._modules)) == before
 
 
+_numbers = itertools.count()
+
+
+def _next_number() -> float:
+    return float(next(_numbers))
+
+
+def test_a_count_from_which_a_run_takes_nothing_is_no_iterator_that_it_reads() -> None:
+    assert trainer_of(Net(lambda net, h: h * _next_number() if h.dim() > 2 else h)).train_step(X, Y)[0].isfinite()
+    with pytest.raises(ExportError, match="reads the iterator 'global _numbers'"):
+        trainer_of(Net(lambda net, h: h * _next_number() if h.dim() < 3 else h)).train_step(X, Y)
+
+
 def _norm_outside(net: Any, h: torch.Tensor) -> torch.Tensor:
     return net.norms[0](h)
 
