@@ -19,12 +19,13 @@ OWN: dict[str, Callable[..., Any]] = {}
 """Target of a program's step -> its function."""
 
 
-def _define(signature: str, function: Callable[..., Any], fake: Callable[..., Any]) -> None:
+def _define(signature: str, function: Callable[..., Any], fake: Callable[..., Any] | None = None) -> None:
     """Defines an operator; ``fake`` returns tensors of the right shape and dtype without computing them."""
     _library.define(signature)
     name = signature.partition("(")[0]
     _library.impl(name, function, "CPU")
-    _library.impl(name, fake, "Meta")
+    if fake is not None:  # otherwise registered below, as the result has sizes that depend on values
+        _library.impl(name, fake, "Meta")
     OWN[f"{LIBRARY}.{name if '.' in name else f'{name}.default'}"] = function
 
 
@@ -131,3 +132,13 @@ _define(
     recurrent.checked_lengths,
     lambda lengths, steps, exact: torch.empty_like(lengths),
 )
+_define(
+    "as_sizes(Tensor values) -> Tensor[]",
+    lambda values: [values.new_empty((max(size, 0), 0)) for size in values.reshape(-1).tolist()],
+)
+
+
+@torch.library.register_fake("ort_trainer::as_sizes", lib=_library)  # type: ignore[untyped-decorator]
+def _as_sizes(values: torch.Tensor) -> list[torch.Tensor]:
+    context = torch.library.get_ctx()
+    return [values.new_empty((context.new_dynamic_size(), 0)) for _ in range(values.numel())]

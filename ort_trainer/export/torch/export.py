@@ -211,6 +211,8 @@ class _Exporter:
                 flat = dataclasses.replace(flat, index_ranges=ranges)
             except ExportError as error:
                 if not enlarged:
+                    if self._module.branches.fix_integers():
+                        continue
                     if failure is not None:
                         raise failure from None
                     failure = error

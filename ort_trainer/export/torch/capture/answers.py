@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from types import FrameType
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from .borrow import borrowed
-from .branches import Answers, Line, Number, reads_watched
+from .branches import Answers, Line, reads_watched, users_frame
 from .eager import random_state_kept
 from .step_module import ExportedStep
 
@@ -31,12 +33,24 @@ def answers_of(step: ExportedStep, batch: Mapping[str, torch.Tensor], training: 
     module.recorder.numbers.clear()  # stand-ins are for captures
     sample = [batch[entry.name].clone() for entry in step.description.inputs]
     trainable = {f"model.{name}" for name in step.trainable} if training else set()
-    answers: dict[Line, list[Number]] = {}
+    answers: dict[Line, list[Any]] = {}
 
-    def read(method: Callable[[torch.Tensor], Any], tensor: torch.Tensor, frame: FrameType) -> Number:
-        value: Number = method(tensor)
-        answers.setdefault((frame.f_code, frame.f_lineno), []).append(value)
+    def note(frame: FrameType, value: Any, operator: str = "") -> None:
+        answers.setdefault((frame.f_code, frame.f_lineno, operator), []).append(value)
+
+    def read(method: Callable[[torch.Tensor], Any], tensor: torch.Tensor, frame: FrameType) -> Any:
+        value = method(tensor)
+        note(frame, value)
         return value
+
+    class Sizes(TorchDispatchMode):
+        """Notes the shapes of results that depend on values."""
+
+        def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = operator(*args, **(kwargs or {}))
+            if torch.Tag.dynamic_output_shape in operator.tags and isinstance(result, torch.Tensor):
+                note(users_frame(sys._getframe(1)), tuple(result.shape), str(operator))
+            return result
 
     with (
         borrowed(module, trainable, training, step.modes if training else None),
@@ -44,6 +58,7 @@ def answers_of(step: ExportedStep, batch: Mapping[str, torch.Tensor], training: 
         torch.no_grad(),
         step.autocast_for(sample),
         reads_watched(read, torch.Tensor),
+        Sizes(),
     ):
         module(*sample)
     return answers

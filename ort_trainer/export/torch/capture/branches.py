@@ -3,31 +3,44 @@
 A graph has the branches that its sample takes. If a capture meets a condition on values, the model runs once in PyTorch
 (``answers.py``), and another capture gives the same answers in the same places. Each condition becomes an additional
 result of the step, so that every run of the graph shows whether its batch takes the same branches.
+
+An integer that ``item()`` or ``tolist()`` reads, as in ``x.split(sizes.tolist())``, becomes the size of a tensor
+without elements (``ort_trainer::as_sizes``), so that it is symbolic like the number of rows in ``x[mask]``. What
+PyTorch needs of such sizes, for example that those of a split add up, are conditions, too. If that fails, and for
+``int()``, which can't return a symbolic number, the integer is a constant, and that it has this value a condition.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import linecache
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from types import CodeType, FrameType
 from typing import Any
 from unittest import mock
 
+import sympy
 import torch
+from torch.utils import _pytree as pytree
 
-from ..fx.explain import LIBRARIES, shown_place
+from ....core.errors import ExportError
+from ....engine.programs import operators  # noqa: F401 - which defines the package's own
+from ..fx.explain import LIBRARIES, line_of_trace, shown_place
 
-__all__ = ["Answers", "Assumption", "Branches", "Line", "Number", "ValuesAsked", "reads_watched"]
+__all__ = ["Answers", "Assumption", "Branches", "Line", "Number", "ValuesAsked", "reads_watched", "users_frame"]
 
-Line = tuple[CodeType, int]
-"""A line of a function: where values are read. (An instruction has another offset when Python has specialized it.)"""
+Line = tuple[CodeType, int, str]
+"""A line of a function, and an operator whose result has a size that values decide, or ``""`` for a value that is read.
+
+(An instruction has another offset when Python has specialized it.)
+"""
 Number = bool | int | float
-Answers = Mapping[Line, list[Number]]
-"""The values that were read at each place, in order."""
+Answers = Mapping[Line, list[Any]]
+"""The values that were read at each place, or the shapes of results, in order."""
 
 
 # Questions about one number that torch answers without its value, or not at all: comparisons with itself, which only
@@ -41,8 +54,20 @@ _OF_NUMBERS: dict[tuple[Any, str], Callable[[Any], Any]] = {
 }
 
 
-_CONVERSIONS = ("__float__", "__int__", "__index__", "tolist", "numpy")
-"""Methods of tensors that return values, besides those that :func:`reads_watched` watches."""
+_READS = ("__bool__", "item", "__int__", "__index__", "tolist")
+"""Methods of tensors that return values, and whose values are answered."""
+_PYTHON_INTEGERS = ("__int__", "__index__")
+"""Those of them that must return an ``int``, not a symbolic one."""
+_CONVERSIONS = ("__float__", "numpy")
+"""Other such methods."""
+
+
+_ASSUMED = "assumed by ort_trainer"
+"""The message of conditions on sizes that are among the results already."""
+
+
+def _itself(value: Any) -> Any:
+    return value
 
 
 class ValuesAsked(Exception):
@@ -85,21 +110,26 @@ class Branches:
         self, answers: Answers | None = None, constant_read: Callable[[torch.Tensor], object] = lambda tensor: None
     ) -> None:
         self._answers, self._constant_read = answers, constant_read
-        self._running = self._left = False
+        self._running = self._left = self._inside = False
         self._counts: dict[Line, int] = {}
         self._conditions: list[torch.Tensor] = []
         # Symbol of a number that was taken from a tensor -> the tensor, and the number in PyTorch's run, if known.
         self._numbers: dict[Any, tuple[torch.Tensor, Number | None]] = {}
-        self._sizes: dict[Any, torch.SymInt] = {}
+        # Symbol of a size -> the size, and the size in PyTorch's run, if known.
+        self._sizes: dict[Any, tuple[torch.SymInt, int | None]] = {}
+        # Expression of numbers and sizes, and what is asked of its value -> the answer, and the line that asks.
+        self._decisions: dict[tuple[Any, Callable[[Any], Any]], tuple[Number, str]] = {}
+        self._has_integers = self._constant_integers = False
         self.assumptions: list[Assumption] = []
 
     @contextlib.contextmanager
     def forward_pass(self, inputs: tuple[torch.Tensor, ...]) -> Iterator[list[torch.Tensor]]:
         """A context for a forward pass; yields a list that collects its conditions."""
-        for collected in (self._counts, self._conditions, self._numbers, self._sizes, self.assumptions):
+        noted = self._counts, self._conditions, self._numbers, self._sizes, self._decisions, self.assumptions
+        for collected in noted:
             collected.clear()
         sizes: list[Any] = [size for value in inputs for size in value.shape if isinstance(size, torch.SymInt)]
-        self._sizes.update((size.node.expr, size) for size in sizes)
+        self._sizes.update((size.node.expr, (size, size.node.hint)) for size in sizes)
         self._running = True
         try:
             yield self._conditions
@@ -113,22 +143,29 @@ class Branches:
         Raises:
             ValuesAsked: If there are no answers.
         """
+        from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
         from torch._subclasses.functional_tensor import FunctionalTensor
-        from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+        from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 
-        size_is_true: Any = torch.SymBool.__bool__
-
-        def bool_of_size(value: torch.SymBool) -> bool:
-            return self._truth_of_size(size_is_true, value, sys._getframe(1))
+        def evaluate(environment: ShapeEnv, expression: Any, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return evaluates(environment, expression, *args, **kwargs)
+            except GuardOnDataDependentSymNode:
+                answer = self._decided(expression, _itself, sys._getframe(1), environment)
+                if answer is None:
+                    raise
+                return sympy.sympify(answer)
 
         def bool_of_float(value: torch.SymFloat) -> bool:
-            nonzero: Any = value != 0.0
-            return self._truth_of_size(size_is_true, nonzero, sys._getframe(1))
+            return bool(value != 0.0)
 
         def check_with(error: Any, condition: Any, message: Any = None) -> None:
-            if isinstance(condition, torch.SymBool) and self._depends_on_numbers(condition):
-                condition = self._truth_of_size(size_is_true, condition, sys._getframe(1)) and condition
+            if isinstance(condition, torch.SymBool) and self._depends_on_numbers(condition.node.expr):
+                condition = bool(condition) and condition
             checks[1](error, condition, message)
+
+        def dispatch(mode: FakeTensorMode, operator: Any, *args: Any, **kwargs: Any) -> Any:
+            return self._sized(lambda: dispatches(mode, operator, *args, **kwargs), operator, sys._getframe(1))
 
         def assert_async(tensor: torch.Tensor, *message: str) -> None:
             if _is_unknown(tensor):
@@ -143,7 +180,7 @@ class Branches:
                     isinstance(other, torch.SymFloat) and other.node.expr == value.node.expr for other in others
                 )
                 of_torch = frame.f_code.co_filename.startswith(LIBRARIES[0])
-                if of_torch or not itself or not self._depends_on_numbers(value):
+                if of_torch or not itself or not self._depends_on_numbers(value.node.expr):
                     return original(value, *others)
                 answer = self._decided(value.node.expr, question, frame)
                 if answer is None:
@@ -161,14 +198,16 @@ class Branches:
             return reads
 
         checks: Any = torch._assert_async, torch._check_with
+        evaluates, dispatches = ShapeEnv.evaluate_expr, FakeTensorMode.dispatch
         self._left = False
         try:
             with (
                 contextlib.ExitStack() as stack,
                 mock.patch.object(torch, "_assert_async", assert_async),
                 mock.patch.object(torch, "_check_with", check_with),
-                reads_watched(self._read, torch.Tensor, FunctionalTensor),
-                mock.patch.object(torch.SymBool, "__bool__", bool_of_size),
+                reads_watched(self._read, torch.Tensor, FakeTensor, FunctionalTensor),
+                mock.patch.object(ShapeEnv, "evaluate_expr", evaluate),
+                mock.patch.object(FakeTensorMode, "dispatch", dispatch),
                 mock.patch.object(torch.SymFloat, "__bool__", bool_of_float),
             ):
                 for name in _CONVERSIONS:
@@ -185,70 +224,150 @@ class Branches:
     def _read(self, method: Callable[[torch.Tensor], Any], tensor: torch.Tensor, frame: FrameType) -> Any:
         """Returns a value that is read; a number without a known value if ``item()`` reads it."""
         answer = self._next(frame)
-        if self._running and not _is_unknown(tensor):
-            self._constant_read(tensor)
+        if not _is_unknown(tensor):
+            if self._running:
+                self._constant_read(tensor)
+            return method(tensor)
         if method.__name__ == "__bool__":
-            if not _is_unknown(tensor):
-                return method(tensor)
             if answer is None:
                 self._leave()
                 return method(tensor)  # raises
             self._assume(tensor != 0, bool(answer), frame)
             return bool(answer)
+        python = method.__name__ in _PYTHON_INTEGERS
+        if python or not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool):
+            self._leave()
+            if answer is not None:
+                return self._integers(tensor, answer, frame, constant=python)
         number = method(tensor)
         if isinstance(number, (torch.SymInt, torch.SymFloat, torch.SymBool)):
             for symbol in number.node.expr.free_symbols:
                 self._numbers[symbol] = (tensor.detach().clone(), answer)
         return number
 
-    def _truth_of_size(self, is_true: Callable[[Any], bool], value: torch.SymBool, frame: FrameType) -> bool:
-        """Returns the value of a condition on sizes and numbers."""
-        from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
-
-        try:
-            return is_true(value)
-        except GuardOnDataDependentSymNode:
-            if not self._depends_on_numbers(value):
-                raise  # it is of a size that depends on values
-            answer = self._decided(value.node.expr, lambda condition: condition, frame)
-            if answer is None:
-                raise
+    def _integers(self, tensor: torch.Tensor, answer: Any, frame: FrameType, constant: bool) -> Any:
+        """Returns integers that are read, as sizes; as constants if they must be, or can't be sizes."""
+        values, numbers = tensor.detach().long().reshape(-1).clone(), pytree.tree_leaves(answer)
+        if int(values.shape[0]) != len(numbers):
+            raise ExportError(f"another number of values is read here than in PyTorch: {_line(frame)}")
+        if not numbers:
             return answer
+        if constant or self._constant_integers or min(numbers) < 0:
+            equal = [value == number for value, number in zip(values, numbers, strict=True)]
+            self._assume(functools.reduce(torch.logical_and, equal), True, frame)
+            return answer
+        self._assume((values >= 0).all(), True, frame)
+        # Expression of numbers and sizes, and what is asked of its value -> the answer, and the line that asks.
+        self._decisions: dict[tuple[Any, Callable[[Any], Any]], tuple[Number, str]] = {}
+        self._has_integers = True
+        sizes = [part.shape[0] for part in torch.ops.ort_trainer.as_sizes(values)]
+        read = zip(sizes, values, numbers, strict=True)
+        self._numbers |= {size.node.expr: (value, number) for size, value, number in read}
+        return pytree.tree_unflatten(sizes, pytree.tree_structure(answer))
 
-    def _decided(self, expression: Any, question: Callable[[Any], Any], frame: FrameType) -> bool | None:
+    def fix_integers(self) -> bool:
+        """Makes integers constants in the next capture; returns whether that can make a difference."""
+        changes = self._has_integers and not self._constant_integers
+        self._constant_integers = self._constant_integers or changes
+        return changes
+
+    def _sized(self, run: Callable[[], Any], operator: Any, frame: FrameType) -> Any:
+        """Runs an operator, and notes the sizes of its result that values decide."""
+        if not self._running or self._inside or torch.Tag.dynamic_output_shape not in operator.tags:
+            return run()
+        self._inside = True
+        try:
+            result = run()
+        finally:
+            self._inside = False
+        shape = self._next(users_frame(frame), str(operator))
+        for axis, size in enumerate(result.shape if isinstance(result, torch.Tensor) else ()):
+            if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol and size.node.expr not in self._sizes:
+                self._sizes[size.node.expr] = (size, None if shape is None else shape[axis])
+        return result
+
+    def assume_decisions(self) -> None:
+        """Adds the conditions on numbers and sizes, and what PyTorch has deferred to the run, to the results.
+
+        Only now, as PyTorch also decides while it infers shapes, where no operator is captured.
+
+        Raises:
+            ExportError: If a condition that PyTorch needs is false in PyTorch's run.
+        """
+        environments = {id(e): e for size, _ in self._sizes.values() if (e := size.node.shape_env) is not None}
+        for condition in (
+            c for e in environments.values() for each in e.deferred_runtime_asserts.values() for c in each
+        ):
+            if condition.msg == _ASSUMED or not self._depends_on_numbers(condition.expr):
+                continue
+            line = line_of_trace("".join(condition.stack.summary().format()))
+            if self._answer(condition.expr, _itself) is False:
+                raise ExportError(f"a graph needs a condition on sizes that is false for this batch: {line}")
+            self._decisions[condition.expr, _itself] = True, line
+        for (expression, question), (answer, line) in self._decisions.items():
+            value = question(_computed(expression, self._as_tensors(expression.free_symbols)))
+            is_bool = isinstance(answer, bool)
+            self._conditions.append((value if is_bool else value == answer).detach().reshape(()))
+            self.assumptions.append(Assumption(answer if is_bool else True, line))
+
+    def _decided(
+        self, expression: Any, question: Callable[[Any], Any], frame: FrameType, environment: Any = None
+    ) -> Number | None:
         """Returns what PyTorch's run answers, and assumes it; None if it has not read a number.
 
         Args:
             expression: Of numbers and sizes.
             question: What is asked of its value, a number or a tensor.
             frame: Where.
+            environment: What knows the conditions on sizes; None if the question is not about these.
         """
-        self._leave()
-        numbers = {symbol: self._numbers[symbol] for symbol in expression.free_symbols & self._numbers.keys()}
-        if any(number is None for _, number in numbers.values()):
+        if not self._depends_on_numbers(expression):
             return None
-        sizes = {symbol: self._sizes[symbol] for symbol in expression.free_symbols & self._sizes.keys()}
-        sample_sizes = {symbol: size.node.hint for symbol, size in sizes.items()}
-        values = {**sample_sizes, **{symbol: number for symbol, (_, number) in numbers.items()}}
-        answer = bool(question(_computed(expression, values)))
-        # item() returns a Python number, so the tensors are computed in float64 and int64, too.
-        tensors = {s: t.double() if t.is_floating_point() else t.long() for s, (t, _) in numbers.items()}
-        # The sizes as tensors: kernels can use a symbolic size only as the size of a tensor.
-        counts = {symbol: torch.ones(size, dtype=torch.int64).sum() for symbol, size in sizes.items()}
-        self._assume(question(_computed(expression, {**counts, **tensors})), answer, frame)
+        self._leave()
+        answer: Number | None = self._answer(expression, question)
+        if answer is None:
+            return None
+        line = _line(frame)
+        if not self._running:  # a checkpoint runs again in the backward pass; others' conditions would not be checked
+            return answer if (answer, line) in self._decisions.values() else None
+        self._decisions[expression, question] = answer, line
+        if environment is not None and all(symbol.is_integer for symbol in expression.free_symbols):
+            is_bool = isinstance(answer, bool)
+            held = sympy.Eq(expression, answer) if not is_bool else expression if answer else sympy.Not(expression)
+            environment.guard_or_defer_runtime_assert(held, _ASSUMED)
         return answer
 
-    def _depends_on_numbers(self, value: torch.SymBool | torch.SymFloat) -> bool:
-        """Returns whether a condition or number is computed from numbers read from tensors, and perhaps sizes."""
-        symbols = value.node.expr.free_symbols
-        return bool(symbols & self._numbers.keys()) and symbols <= self._numbers.keys() | self._sizes.keys()
+    def _answer(self, expression: Any, question: Callable[[Any], Any]) -> Any:
+        """Returns the answer to a question about an expression in PyTorch's run; None if that is unknown."""
+        known = {symbol: value for symbol, (_, value) in (*self._sizes.items(), *self._numbers.items())}
+        values = {symbol: known[symbol] for symbol in expression.free_symbols}
+        if any(value is None for value in values.values()):
+            return None
+        answer = question(_computed(expression, values))
+        return int(answer) if not isinstance(answer, bool) and expression.is_integer else bool(answer)
 
-    def _next(self, frame: FrameType) -> Number | None:
+    def _as_tensors(self, symbols: Set[Any]) -> dict[Any, torch.Tensor]:
+        """Returns numbers and sizes as tensors of the graph."""
+        # Kernels can use a symbolic size only as the size of a tensor.
+        sizes = {s: torch.ones(self._sizes[s][0], dtype=torch.int64).sum() for s in symbols & self._sizes.keys()}
+        # item() returns a Python number, so the tensors are computed in float64 and int64, too.
+        numbers = {s: self._numbers[s][0] for s in symbols & self._numbers.keys()}
+        return {**sizes, **{s: t.double() if t.is_floating_point() else t.long() for s, t in numbers.items()}}
+
+    def _depends_on_numbers(self, expression: Any) -> bool:
+        """Returns whether an expression has numbers read from tensors, or sizes that values decide."""
+        symbols = expression.free_symbols
+        known = symbols <= self._numbers.keys() | self._sizes.keys()
+        return known and any(s in self._numbers or self._sizes[s][0].node.hint is None for s in symbols)
+
+    def _next(self, frame: FrameType, operator: str = "") -> Any:
         """Returns what PyTorch's run has read here; None if that is unknown."""
-        place = (frame.f_code, frame.f_lineno)
+        place = (frame.f_code, frame.f_lineno, operator)
         numbers_read = (self._answers or {}).get(place, [])
         if not self._running:  # a checkpoint runs again in the backward pass
-            return numbers_read[0] if len(set(numbers_read)) == 1 else None
+            return (
+                numbers_read[0] if numbers_read and numbers_read.count(numbers_read[0]) == len(numbers_read) else None
+            )
         number = self._counts.get(place, 0)
         self._counts[place] = number + 1
         return numbers_read[number] if number < len(numbers_read) else None
@@ -271,7 +390,7 @@ class Branches:
 def reads_watched(
     read: Callable[[Callable[[torch.Tensor], Any], torch.Tensor, FrameType], Any], *kinds: type[torch.Tensor]
 ) -> Iterator[None]:
-    """Calls a function in place of the methods of tensors by which ``if``, ``assert`` and ``item()`` read a value.
+    """Calls a function in place of the methods of tensors by which ``if``, ``int()``, ``item()`` and more read values.
 
     Args:
         read: Takes the method, the tensor and the frame that reads it; returns the value.
@@ -293,10 +412,18 @@ def reads_watched(
         return reads
 
     with contextlib.ExitStack() as stack:
-        methods = [(kind, name, getattr(kind, name)) for kind in kinds for name in ("__bool__", "item")]
+        methods = [(kind, name, getattr(kind, name)) for kind in kinds for name in _READS]
         for kind, name, method in methods:
             stack.enter_context(mock.patch.object(kind, name, watched(method)))
         yield
+
+
+def users_frame(frame: FrameType) -> FrameType:
+    """Returns the innermost frame that is neither PyTorch's nor this package's; the given one if all are."""
+    caller: FrameType | None = frame
+    while caller is not None and caller.f_code.co_filename.startswith(LIBRARIES):
+        caller = caller.f_back
+    return caller or frame
 
 
 def _line(frame: FrameType) -> str:
@@ -332,7 +459,19 @@ def _computed(condition: Any, values: Mapping[Any, Any]) -> Any:
             return torch.logical_not(value) if isinstance(value, torch.Tensor) else not value
 
         @staticmethod
+        def minimum(a: Any, b: Any) -> Any:
+            return torch.where(a < b, a, b) if _of_tensors(a, b) else min(a, b)
+
+        @staticmethod
+        def maximum(a: Any, b: Any) -> Any:
+            return torch.where(a > b, a, b) if _of_tensors(a, b) else max(a, b)
+
+        @staticmethod
         def to_dtype(value: Any, dtype: torch.dtype) -> Any:
             return value.to(dtype) if isinstance(value, torch.Tensor) else float(value)
 
     return sympy_interp(Operators, dict(values), condition)
+
+
+def _of_tensors(*values: Any) -> bool:
+    return any(isinstance(value, torch.Tensor) for value in values)

@@ -37,6 +37,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ....engine.ort import engine_identity
 from ....engine.programs.collectives import COLLECTIVES
+from ....engine.programs.operators import LIBRARY
 from ...cache import SOURCES_AT_IMPORT, hash_of_sources
 from ..fx.symbols import is_choice_of_library
 from ..operators.registry import composites, is_extended
@@ -48,7 +49,7 @@ __all__ = ["NoFingerprint", "fingerprint", "outline"]
 
 # PyTorch's own operators, whose behavior follows from its version. The backward pass of others may be defined anywhere,
 # perhaps in the user's script.
-_NAMESPACES = frozenset({"aten", "prim", "prims", "export", COLLECTIVES, f"{COLLECTIVES}_autograd"})
+_NAMESPACES = frozenset({"aten", "prim", "prims", "export", LIBRARY, COLLECTIVES, f"{COLLECTIVES}_autograd"})
 _LIBRARIES = (
     *("torch", "onnx", "onnxscript", "onnx_ir", "networkx", "numpy"),
     *("onnxruntime", "onnxruntime-training", "onnxruntime-training-cpu"),

@@ -409,6 +409,7 @@ class StepModule(nn.Module):
             with self.assigned.as_updates():
                 outputs = self.run(*inputs)
             left = self.recorder.leave(strict=self.leaves)
+            self.branches.assume_decisions()
             return (*outputs, *(map(self.result, left) if self.leaves else ()), *conditions)
 
     def outside(self) -> dict[str, torch.Tensor]:

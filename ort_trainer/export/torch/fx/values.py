@@ -165,13 +165,19 @@ def needed_for(results: Iterable[Node], but: Collection[Node] = (), sizes: bool 
     Args:
         results: The results.
         but: Nodes to stop at; they are not returned.
-        sizes: Whether to include nodes that compute symbolic sizes.
+        sizes: Whether to include nodes that compute symbolic sizes from those of the batch.
     """
 
     def kept(nodes: Iterable[Node]) -> list[Node]:
-        return [node for node in nodes if node not in but and (sizes or tensors_of(node))]
+        return [node for node in nodes if node not in but and (sizes or tensors_of(node) or _is_of_values(node))]
 
     return reached(kept(results), lambda node: kept(node.all_input_nodes))
+
+
+def _is_of_values(node: Node) -> bool:
+    """Returns whether a node is a size that values decide: only what creates it tells it."""
+    value = node.meta.get("val")
+    return isinstance(value, torch.SymInt) and value.node.hint is None
 
 
 def marks_reaching(

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from ..fx.symbols import number_of_elements
-from ..fx.values import base_of, inputs_first, is_tensor, marks_reaching, needed_for, reached
+from ..fx.values import base_of, inputs_first, is_tensor, marks_reaching, needed_for, reached, tensors_of
 
 __all__ = ["Divided", "Part", "depends_on", "divide", "independent", "part_of", "without"]
 
@@ -76,7 +76,7 @@ def divide(
     within = needed_for(of_forward)
     # The backward pass may read another item of an operator with several results, such as a layer norm's mean.
     within |= {user for node in within for user in node.users if user.target is operator.getitem}
-    within -= set(again)
+    within = {node for node in within if tensors_of(node)} - set(again)
     later = needed_for(of_backward, within)
     read = [node for node in graph.nodes if node in within and any(user in later for user in node.users)]
     read += [node for node in of_backward if node in within and node not in read]

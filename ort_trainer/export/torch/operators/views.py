@@ -6,9 +6,11 @@ import builtins
 from collections.abc import Sequence
 from typing import Any
 
+import onnx_ir as ir
 import torch
 
 from ....core.errors import ExportError
+from ....engine.programs import operators  # noqa: F401 - which defines the package's own
 from ....engine.torch_memory import dense_order
 from ..graph.random_inputs import order_when_empty
 from .registry import Size, Value, decomposition, op, replacement, translation
@@ -145,3 +147,12 @@ def _empty_like(input: torch.Tensor, **settings: Any) -> Any:
     device = settings.get("device") or input.device
     empty = torch.zeros([input.shape[axis] for axis in order], dtype=dtype, device=device)
     return empty.permute([order.index(axis) for axis in range(input.dim())])
+
+
+@translation(torch.ops.ort_trainer.as_sizes.default)
+def _translate_as_sizes(values: Value) -> list[Value]:
+    """Returns tensors without elements whose first sizes are the values."""
+    zero = op.Constant(value_ints=[0])
+    sizes = op.Max(values, zero)
+    rows = [op.Gather(sizes, op.Constant(value_ints=[number])) for number in range(values.shape[0])]
+    return [op.Cast(op.ConstantOfShape(op.Concat(size, zero, axis=0)), to=ir.DataType.INT64) for size in rows]

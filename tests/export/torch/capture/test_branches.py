@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -314,31 +315,106 @@ def test_a_batch_that_branches_by_chance_is_refused() -> None:
     assert len(trainer.loop.executor.graphs(True)) <= 8
 
 
+def splits(h: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+    parts = h.split(sizes.tolist())
+    return sum((part.square().sum() * number for number, part in enumerate(parts)), h.sum())
+
+
+def cuts(h: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+    longest = sizes.max().item()
+    return h[:longest].square().sum() + (torch.zeros(longest, 8) + h[0]).sum() * longest
+
+
+def writes(h: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+    rows = torch.zeros(sizes[0].item() + 2, 8)
+    rows[:2] = h[:2]
+    return (rows.sum(1) * torch.arange(sizes[0].item() + 2)).sum()
+
+
+def selects_some(h: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+    large = (sizes > 1).nonzero()
+    return h[large[:, 0]].square().sum() if large.size(0) > 0 else h.sum()
+
+
+def counts(h: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+    return h[: int(sizes.max())].square().sum()
+
+
+def repeats_by_number(h: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+    for _ in range(sizes[1].item()):
+        h = h * 1.5
+    return h.sum()
+
+
 class Sized(nn.Module):
-    """Decides by the number of values that it selects."""
+    """Applies a function to hidden values and to sizes, of which there are as many as rows."""
 
-    def __init__(self) -> None:
+    def __init__(self, function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
-        self.linear = nn.Linear(8, 3)
+        torch.manual_seed(0)
+        self.linear, self.function = nn.Linear(8, 8), function
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = self.linear(x)
-        chosen = h[h > 0]
-        return chosen.sum() if chosen.shape[0] > 3 else h.sum()
+    def forward(self, x: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+        return self.function(self.linear(x), sizes)
 
 
-@pytest.mark.parametrize("decides", [lambda h: float(h) > 0, lambda h: int(h) > 0, lambda h: h.tolist() > 0])
-def test_decisions_by_converted_numbers_are_refused_with_their_line(decides: Callable[[torch.Tensor], bool]) -> None:
-    model = Net(lambda h: h if decides(h.sum()) else -h)
+SIZES = [[2, 0, 3, 1], [0, 4, 1, 1], [1, 1, 1, 3], [0, 1, 1, 4]]
+
+
+@pytest.mark.parametrize(
+    ("function", "kernels", "graphs"),
+    [
+        *((function, "pytorch", 1) for function in (splits, cuts, writes, selects_some)),
+        *((function, "onnxruntime", 1) for function in (splits, cuts)),
+        (counts, "pytorch", 2),  # of 3 and 4
+        (repeats_by_number, "pytorch", 3),
+    ],
+)
+def test_sizes_are_those_of_each_run(function: Callable[..., torch.Tensor], kernels: str, graphs: int) -> None:
+    data = [(torch.randn(6, 8), torch.tensor(sizes)) for sizes in SIZES]
+    if function is splits:
+        data = [(x[: int(sizes.sum())], sizes) for x, sizes in data]
+    eager, model = Sized(function), Sized(function)
+    trainer = ORTTrainer(
+        model, "auto", optim.SGDConfig(lr=1e-3), options=ORTTrainerOptions({"utils": {"kernels": kernels}})
+    )
+    module = ORTModule(Sized(function), {"utils": {"kernels": kernels}}, fallback="error" if graphs == 1 else "warn")
+    optimizers = [torch.optim.SGD(each.parameters(), lr=1e-3) for each in (eager, module)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error" if graphs == 1 else "ignore")
+        for x, sizes in data:
+            for each, optimizer in zip((eager, module), optimizers, strict=True):
+                optimizer.zero_grad()
+                each(x, sizes).backward()
+                optimizer.step()
+            trainer.train_step(x, sizes)
+            for trained in (model, module):
+                assert_close(trained.linear.weight, eager.linear.weight, 1e-5, "weight")
+    assert_close(trainer.eval_step(x, sizes), eager(x, sizes).detach(), 1e-5, "evaluation")
+    assert len(trainer.loop.executor.graphs(True)) == graphs
+
+
+def test_other_sizes_that_a_graph_assumes_are_another_graph() -> None:
+    model, x = Sized(selects_some), torch.randn(4, 8)
+    trainer = ORTTrainer(model, "auto", optim.SGDConfig(lr=0.0))
+    for sizes in (torch.tensor([2, 0, 3, 1]), torch.zeros(4, dtype=torch.int64), torch.tensor([0, 2, 2, 2])):
+        assert_close(trainer.train_step(x, sizes), model(x, sizes).detach(), 1e-5, "loss")
+    assert len(trainer.loop.executor.graphs(True)) == 2
+
+
+def test_sizes_that_do_not_fit_are_pytorchs_error() -> None:
+    trainer = ORTTrainer(Sized(splits), "auto", optim.SGDConfig(lr=0.1))
+    trainer.train_step(torch.randn(6, 8), torch.tensor([1, 2, 3]))
+    with pytest.raises(RuntimeError, match="split_with_sizes expects"):
+        trainer.train_step(torch.randn(6, 8), torch.tensor([1, 2, 2]))
+
+
+def test_decisions_by_converted_numbers_are_refused_with_their_line() -> None:
+    model = Net(lambda h: h if float(h.sum()) > 0 else -h)
     with pytest.raises(
         ExportError, match=r"(?s)depends on the values .*test_branches.*compare the tensor or x.item\(\)"
     ):
         trainer_of(model).train_step(*batches(1)[0])
-
-
-def test_other_decisions_by_values_are_refused() -> None:
-    with pytest.raises(ExportError, match="depends on the values of tensors"):
-        ORTTrainer(Sized(), "auto", optim.SGDConfig()).train_step(torch.randn(4, 8))
 
 
 def test_a_capture_without_answers_asks_for_them() -> None:
