@@ -9,27 +9,16 @@ gradients, what requires grad, which tensors are one, and which share memory mus
 
 from __future__ import annotations
 
-import argparse
-import collections
 import dataclasses
-import linecache
-import logging
-import os
 import random
 import sys
-import time
-import traceback
-import warnings
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
-import torch
-
-import ort_trainer
 from ort_trainer import ORTModule
 
 from .compare import BAD, Outcome
+from .lot import judge, main, running, without_one
 
 __all__ = ["Case", "compare", "draw"]
 
@@ -165,10 +154,7 @@ class Case:
 
     def smaller(self) -> Iterator[Case]:
         """Yields this case without one decision each."""
-        for name in ("caller", "results", "forward"):
-            lines = getattr(self, name)
-            for at in reversed(range(len(lines) if name != "results" or len(lines) > 1 else 0)):
-                yield dataclasses.replace(self, **{name: lines[:at] + lines[at + 1 :]})
+        yield from without_one(self, {"caller": 0, "results": 1, "forward": 0})
         for field in dataclasses.fields(self)[3:]:
             if getattr(self, field.name) != field.default:
                 yield dataclasses.replace(self, **{field.name: field.default})
@@ -216,78 +202,21 @@ def draw(seed: int) -> Case:
     return Case(tuple(lines), tuple(results), tuple(caller), context, arguments, zero, kernels)
 
 
-def _run(text: str, wrap: Callable[[Any], Any]) -> tuple[list[tuple[str, Any]], str]:
-    """Returns what a program yields, and why PyTorch ran a call of an ``ORTModule``."""
-    linecache.cache["<drawn>"] = (len(text), None, text.splitlines(True), "<drawn>")
-    space: dict[str, Any] = {"__name__": "drawn"}
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        exec(compile(text, "<drawn>", "exec"), space)
-        found = [*space["call"](wrap)]
-    return found, " ".join(str(warning.message) for warning in caught if "PyTorch runs" in str(warning.message))
-
-
 def compare(case: Case) -> Outcome:
     """Returns what becomes of a case as an ``ORTModule``: ``in PyTorch`` if that ran a call, with a warning."""
     text = case.source()
-    try:
-        theirs, _ = _run(text, lambda module: module)
-    except Exception as error:
-        return Outcome("dropped", f"{type(error).__name__}: {error}")
-    try:
-        ours, reason = _run(text, lambda module: ORTModule(module, {"utils": {"kernels": case.kernels}}))
-    except Exception as error:
-        place = traceback.extract_tb(error.__traceback__)[-1].filename
-        own = place.startswith(str(Path(ort_trainer.__file__).parent))
-        return Outcome("refused" if own else "raw error", f"{type(error).__name__}: {error}", place)
-    tolerance = 2e-2 if "bfloat16" in text else 1e-4
-    for (name, mine), (_, other) in zip(ours, theirs, strict=True):
-        if isinstance(mine, torch.Tensor) and isinstance(other, torch.Tensor):
-            size = other.double().abs().nan_to_num().max().item() if other.numel() else 0
-            near = {"rtol": tolerance, "atol": tolerance * max(0.1, size), "equal_nan": True}
-            same = (mine.shape, mine.dtype) == (other.shape, other.dtype)
-            same = same and torch.allclose(mine.double(), other.double(), **near)
-        else:
-            same = type(mine) is type(other) and mine == other
-        if not same:
-            return Outcome("wrong", f"{name}: {mine} for {other} {reason}")
-    return Outcome("in PyTorch" if reason else "equal", reason)
 
+    def run(wrap: Callable[[Any], Any]) -> tuple[list[tuple[str, Any]], str]:
+        with running(text) as (space, warned):
+            found = [*space["call"](wrap)]
+        return found, " ".join(message for message in warned if "PyTorch runs" in message)
 
-def shrink(case: Case, outcome: Outcome) -> Case:
-    """Returns the smallest case found that fails in the same way."""
-    for smaller in case.smaller():
-        if compare(smaller).signature == outcome.signature:
-            return shrink(smaller, outcome)
-    return case
-
-
-def main() -> int:
-    """Runs the command; returns 1 if something is wrong, or raises an error that is not the package's own."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--minutes", type=float, default=20)
-    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**8) * 1000)
-    parser.add_argument("--case", type=int, help="repeats one case")
-    given = parser.parse_args()
-    if given.case is not None:
-        print(draw(given.case).source(), compare(draw(given.case)))
-        return 0
-    print(f"SEED={given.seed}", flush=True)
-    counts = collections.Counter[str]()
-    end = time.monotonic() + 60 * given.minutes
-    while time.monotonic() < end:
-        seed = given.seed + counts.total()
-        outcome = compare(draw(seed))
-        counts[outcome.kind] += 1
-        if outcome.kind in (*BAD, "refused"):
-            small = shrink(draw(seed), outcome)
-            print(f"--case {seed} {outcome.kind}: {compare(small).text[:300]}\n    {small}", flush=True)
-    print(f"{counts.total()} cases:", ", ".join(f"{count} {kind}" for kind, count in counts.items()))
-    return int(any(counts[kind] for kind in BAD))
+    return judge(
+        lambda: run(lambda module: module)[0],
+        lambda: run(lambda module: ORTModule(module, {"utils": {"kernels": case.kernels}})),
+        2e-2 if "bfloat16" in text else 1e-4,
+    )
 
 
 if __name__ == "__main__":
-    os.environ.update({"ORT_TRAINER_EXPORT_IN_PROCESS": "1", "ORT_TRAINER_PROGRESS": "0", "ORT_TRAINER_CACHE": "off"})
-    torch.set_num_threads(1)
-    logging.disable(logging.CRITICAL)
-    sys.exit(main())
+    sys.exit(main(__doc__, draw, compare, (*BAD, "refused")))
