@@ -95,7 +95,8 @@ format: setup
 quick: setup setup-stock
 	$(RUN) quick --since "$(SINCE)" $(if $(SEED),--seed $(SEED))
 
-# The gate, on both engines. Large parametrizations are sampled by the commit; SEED=... repeats the sample of another.
+# The gate, on both engines. Large parametrizations that the changes of a day can't affect are sampled by the commit;
+# SEED=... repeats the sample of another.
 test: setup setup-stock
 	$(RUN) gate $(if $(SEED),--seed $(SEED))
 

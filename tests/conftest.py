@@ -39,8 +39,10 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Adds the options that ``tests/harness/run.py`` uses; a run from the command line needs none of them."""
     group = parser.getgroup("ort_trainer")
-    group.addoption("--gate", action="store_true", help="of large parametrizations run a sample")
-    group.addoption("--affected", metavar="FILE", help="run what a change can affect, which this file says")
+    group.addoption(
+        "--gate", action="store_true", help="of large parametrizations run a sample, or all that is affected"
+    )
+    group.addoption("--affected", metavar="FILE", help="what a change can affect: run it, or with --gate all of it")
     group.addoption("--seed", default="", help="draws the sample")
     group.addoption("--until", type=float, metavar="TIME", help="skip what begins later, in seconds since 1970")
     group.addoption("--isolated", action="store_true", help="run exports in child processes, as users do")
@@ -53,8 +55,6 @@ def pytest_configure(config: pytest.Config) -> None:
 
     Exports run in this process, which saves a tenth of a second each; complete runs export in children, as users do.
     """
-    if config.getoption("gate") and config.getoption("affected"):
-        raise pytest.UsageError("use either --gate or --affected")
     os.environ["ORT_TRAINER_EXPORT_IN_PROCESS"] = "" if config.getoption("isolated") else "1"
     record.start(config)
 
@@ -69,7 +69,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Replaces the default distribution of tests to workers."""
     from .harness.schedule import ByFile
 
-    return ByFile(config, log, _affected(config)) if config.getoption("dist") == "load" else None
+    affected = None if config.getoption("gate") else _affected(config)
+    return ByFile(config, log, affected) if config.getoption("dist") == "load" else None
 
 
 def pytest_collection_finish() -> None:
@@ -87,7 +88,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     seed, affected = config.getoption("seed"), _affected(config)
     known = {item.nodeid: item for item in items}
     if config.getoption("gate"):
-        names = choose.gate(list(known), seed, choose.Measured.read())
+        names = choose.gate(list(known), seed, choose.Measured.read(), affected)
     elif affected is not None:
         names = affected.chosen(list(known), seed, choose.Measured.read())
     else:

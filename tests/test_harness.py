@@ -6,6 +6,7 @@ import ast
 import json
 import re
 import shlex
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 
 from . import processes
-from .harness import choose, contexts, import_map, record, report
+from .harness import choose, contexts, import_map, record, report, run
 from .harness.choose import Affected, Measured
 from .harness.import_map import PACKAGE, ROOT, TESTS
 from .harness.step import STOCK, Step, pytest_step
@@ -39,6 +40,37 @@ def test_the_gate_samples_large_parametrizations_alone() -> None:
     assert len(set(map(tuple, runs))) > 20 and choose.gate(ALL, "1", MEASURED) == runs[1]
     # A week of commits runs all of them.
     assert set().union(*runs) == set(ALL)
+
+
+def test_the_gate_samples_nothing_that_a_change_can_affect() -> None:
+    for changed in ("ort_trainer/optim/rules/adam.py", "tests/test_a.py"):
+        affected = Affected.by([changed], [], MEASURED)
+        assert choose.gate(ALL, "1", MEASURED, affected)[: len(LARGE)] == LARGE
+    elsewhere = Affected.by(["ort_trainer/trainer.py"], [], MEASURED)
+    assert choose.gate(ALL, "1", MEASURED, elsewhere) == choose.gate(ALL, "1", MEASURED)
+
+
+def test_without_history_the_gate_samples_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for base, samples in (("HEAD", True), ("", False)):
+        monkeypatch.setattr(choose, "recent_base", lambda base=base: base)
+        monkeypatch.setattr(choose, "changed_files", lambda since="": ["tests/test_a.py"])
+        steps = [step for step in run.gate(tmp_path, SimpleNamespace(seed="1")) if "pytest" in step.command]
+        assert [("--gate" in step.command, "--affected" in step.command) for step in steps] == [(samples, samples)] * 2
+
+
+def test_recent_changes_are_those_of_a_day_before_the_commit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(choose, "ROOT", tmp_path)
+    assert choose.recent_base() == ""
+    for command in ("init -q", "config user.name x", "config user.email x"):
+        subprocess.run(["git", *command.split()], cwd=tmp_path, check=True)
+    commits = []
+    for hours, base in ((0, None), (20, None), (30, 0), (50, 1)):
+        monkeypatch.setenv("GIT_COMMITTER_DATE", f"@{1_000_000_000 + hours * 3600} +0000")
+        subprocess.run(["git", "commit", "-q", "--allow-empty", "-m", "x"], cwd=tmp_path, check=True)
+        commits.append(choose.commit())
+        assert choose.recent_base() == ("" if base is None else commits[base])
+    monkeypatch.setenv("PATH", "")
+    assert choose.recent_base() == ""
 
 
 def test_quick_runs_what_reaches_a_change_first_and_then_one_case_of_each_function() -> None:

@@ -21,6 +21,8 @@ from .import_map import ROOT, TESTS
 MEASURED = TESTS / "measured.json"
 # The gate runs one in this many cases of a large parametrization, and those that always run.
 ONE_IN = 6
+# The gate samples nothing that the changes of this many seconds before a commit can affect.
+RECENT = 24 * 60 * 60
 # Path prefix outside the package and the tests -> tests that a change there can affect; the longest prefix wins.
 _BESIDE: Mapping[str, Sequence[str]] = {
     ".ci": (),
@@ -78,21 +80,24 @@ def function_of(test: str) -> str:
     return test.partition("[")[0]
 
 
-def gate(tests: Sequence[str], seed: str, measured: Measured) -> list[str]:
+def gate(tests: Sequence[str], seed: str, measured: Measured, affected: Affected | None = None) -> list[str]:
     """Returns the tests that the gate runs: every function, but only one case in six of large parametrizations.
 
     Args:
         tests: Identifiers of all tests.
         seed: Seed of the sample, such as a commit.
         measured: What is large, and what always runs.
+        affected: What a change can affect, of which nothing is sampled.
     """
     chosen = set(_one_each(tests, seed))
+    whole = set() if affected is None else {function_of(test) for test in tests if affected.rank(test) < 2}
     return [
         test
         for test in tests
         if test in chosen
         or test in measured.always
         or function_of(test) not in measured.large
+        or function_of(test) in whole
         or _draw(test, seed) % ONE_IN == 0
     ]
 
@@ -188,6 +193,13 @@ def last_failed(cache: Path) -> list[str]:
 def commit() -> str:
     """Returns the commit that is checked out, or "" without git."""
     return _git("rev-parse", "HEAD", must=False).strip()
+
+
+def recent_base() -> str:
+    """Returns the commit of this branch a day before the one that is checked out; "" if none is known."""
+    time = _git("log", "-1", "--format=%ct", must=False).strip()
+    before = f"--before={int(time) - RECENT}" if time else ""
+    return before and _git("rev-list", "-1", "--first-parent", before, "HEAD", must=False).strip()
 
 
 def changed_files(since: str = "") -> list[str]:

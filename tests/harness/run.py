@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import pickle
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from . import choose, report
@@ -35,7 +36,7 @@ def quick(folder: Path, given: argparse.Namespace) -> Iterator[Step]:
     until = time.time() + QUICK_SECONDS
     yield from LINTERS
     changed, measured = choose.changed_files(given.since), choose.Measured.read()
-    print(f"{len(changed)} files have changed: {', '.join(changed[:8])}{', ...' * (len(changed) > 8)}", flush=True)
+    _print(changed)
     common = ("-m", "not slow and not torture", "--seed", given.seed, "--until", str(until))
     affected = choose.Affected.by(changed, choose.last_failed(last_failed_in({})), measured)
     on_stock = choose.Affected(
@@ -52,12 +53,27 @@ def quick(folder: Path, given: argparse.Namespace) -> Iterator[Step]:
             yield pytest_step(folder, name, *options, environment=environment, may_be_empty=not chosen.fills)
 
 
+def _print(changed: Sequence[str]) -> None:
+    print(f"{len(changed)} files have changed: {', '.join(changed[:8])}{', ...' * (len(changed) > 8)}", flush=True)
+
+
 def gate(folder: Path, given: argparse.Namespace) -> Iterator[Step]:
-    """Runs every test function, with a sample of large parametrizations."""
-    chosen = ("--gate", "--seed", given.seed)
+    """Runs every test function: all cases that recent changes can affect, and a sample of other large parametrizations.
+
+    Without git's history nothing is known to be unchanged, and all cases run.
+    """
     yield from LINTERS
-    yield pytest_step(folder, ENGINES[0], "-m", "not slow and not torture", *chosen)
-    yield pytest_step(folder, ENGINES[1], "-m", "engine and not slow and not torture", *chosen, environment=STOCK)
+    base, measured = choose.recent_base(), choose.Measured.read()
+    changed = sorted({*choose.changed_files(), *choose.changed_files(base)}) if base else []
+    _print(changed) if base else print("without git's history all cases run", flush=True)
+    for name, mark, reach, environment in (
+        (ENGINES[0], "", measured.reach, {}),
+        (ENGINES[1], "engine and ", measured.reach_on_stock, STOCK),
+    ):
+        path = Step(name, (), folder=folder).file("pickle")
+        path.write_bytes(pickle.dumps(choose.Affected.by(changed, (), dataclasses.replace(measured, reach=reach))))
+        chosen = ("--gate", "--seed", given.seed, "--affected", str(path)) if base else ()
+        yield pytest_step(folder, name, "-m", f"{mark}not slow and not torture", *chosen, environment=environment)
 
 
 def everything(folder: Path, given: argparse.Namespace) -> Iterator[Step]:

@@ -105,13 +105,7 @@ CALLS: dict[Any, list[Callable[[torch.Tensor], tuple[Any, ...]]]] = {
 # PyTorch's descriptions of these, or of their gradients, compare sizes with others.
 OF_KNOWN_SIZES = (
     *(aten.batch_norm.default, aten.bilinear.default, aten.cdist.default, aten.cummax.default, aten.cummin.default),
-    *(
-        aten.embedding_bag.padding_idx,
-        aten.linalg_cholesky.default,
-        aten.linalg_solve.default,
-        aten.log_sigmoid.default,
-    ),
-    aten.take.default,
+    *(aten.linalg_cholesky.default, aten.linalg_solve.default, aten.log_sigmoid.default, aten.take.default),
 )
 
 

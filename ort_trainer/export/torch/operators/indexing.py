@@ -247,7 +247,7 @@ def _pixels(count: Size, align_corners: bool, dtype: torch.dtype, device: torch.
     places = torch.arange(count, dtype=dtype, device=device)
     if align_corners:
         return places * 2 / (count - 1) - 1 if count > 1 else places
-    return (places * 2 + 1) / count - 1
+    return (places * 2 + 1) / count - 1  # type: ignore[no-any-return]
 
 
 @composite(aten.pad.default)
