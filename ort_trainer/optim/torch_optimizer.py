@@ -279,9 +279,9 @@ class TorchOptimizerConfig(_OverTorch):
             RuntimeError: If it belongs to other parameter groups.
         """
         where, kind = "state_dict[torch_optimizer]", type(self.optimizer).__name__
-        groups, states = saved.get("param_groups"), saved.get("state")
-        others, attributes = saved.get("others", {}), saved.get("attributes", {})
-        are_dicts = all(isinstance(part, Mapping) for part in (states, others, attributes))
+        groups: Any = saved.get("param_groups")
+        states, others, attributes = parts = [saved.get("state"), saved.get("others", {}), saved.get("attributes", {})]
+        are_dicts = all(isinstance(part, Mapping) for part in parts)
         if not isinstance(groups, list) or not are_dicts or not all(map(_is_group, groups)):
             raise CheckpointError(
                 f"{where} must have 'state', a dict, and 'param_groups', a list of dicts with 'params', but it is "

@@ -433,7 +433,7 @@ def test_unusual_states_are_in_checkpoints() -> None:
     state = both.trainer.state_dict()
     other = Both(Unusual)
     other.trainer.load_state_dict(state)
-    assert other.optimizer.count == 4 and both.trainer.train_step_info.learning_rate == 0.0
+    assert other.optimizer.state_dict()["count"] == 4 and both.trainer.train_step_info.learning_rate == 0.0
     for batch in mlp_batches(2, seed=9):
         assert torch.equal(both.trainer.train_step(*batch)[0], other.trainer.train_step(*batch)[0])
     both.optimizer.state[both.model.fc1.weight]["averages"] = {0.9: torch.ones(1)}
