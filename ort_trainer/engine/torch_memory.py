@@ -29,6 +29,7 @@ __all__ = [
     "put_back",
     "readable",
     "shaped",
+    "sparse",
 ]
 
 _NUMPY_TYPES: dict[torch.dtype, Any] = {
@@ -167,6 +168,12 @@ def freed_storages(owner: str, tensors: Iterable[tuple[str, torch.Tensor]]) -> s
     plain = [(name, value) for name, value in tensors if value.layout is torch.strided and not value.is_meta]
     freed = [name for name, value in plain if value.numel() and not value.untyped_storage().nbytes()]
     return f"the storage of {freed[:3]} of {owner} was {_FREED}, as FSDP does between two uses" if freed else ""
+
+
+def sparse(owner: str, tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
+    """Describes the parameters and buffers without strides, for an error; "" if there are none."""
+    names = [name for name, value in tensors if value.layout is not torch.strided]
+    return f"{names[:3]} of {owner} are sparse, but a graph takes dense tensors" if names else ""
 
 
 def divided(owner: str, tensors: Iterable[tuple[str, torch.Tensor]]) -> str:

@@ -20,7 +20,7 @@ from torch.autograd import forward_ad
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from ..core.errors import ExportError, IdleOptionError, ValueBranchError, shown
-from ..engine.torch_memory import divided, freed_storages
+from ..engine.torch_memory import divided, freed_storages, sparse
 from ..export.torch.fx.explain import forward_line
 
 __all__ = [
@@ -36,6 +36,7 @@ __all__ = [
     "policy_of",
     "refuse_divided",
     "refuse_freed",
+    "refuse_sparse",
     "refuse_uninitialized",
     "running",
     "settled",
@@ -230,6 +231,17 @@ def refuse_uninitialized(module: nn.Module) -> None:
     for value in (*module.parameters(), *module.buffers()):
         if isinstance(value, (UninitializedParameter, UninitializedBuffer)):
             raise SettlingError("makes its parameters")
+
+
+def refuse_sparse(module: nn.Module) -> None:
+    """Raises if a parameter or buffer is sparse.
+
+    Raises:
+        ExportError: If so.
+    """
+    found = sparse(type(module).__name__, (*module.named_parameters(), *module.named_buffers()))
+    if found:
+        raise ExportError(f"{found}: register them as to_dense()")
 
 
 def refuse_divided(module: nn.Module) -> None:

@@ -62,6 +62,7 @@ from .fallback import (
     in_backward_pass,
     refuse_divided,
     refuse_freed,
+    refuse_sparse,
     refuse_uninitialized,
     running,
     settled,
@@ -242,6 +243,7 @@ class CallGraphs:
     def _begin(self) -> ModelWatch:
         """Begins to watch the module, after checking that its parameters exist."""
         refuse_uninitialized(self._module)
+        refuse_sparse(self._module)
         refuse_divided(self._module)
         refuse_freed(self._module)
         self._watch = ModelWatch(self._module, list(canonical_names(self._module)), (), for_calls=True)

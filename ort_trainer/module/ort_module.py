@@ -296,7 +296,8 @@ class ORTModule(nn.Module):
         names = [name for name in _SPECIAL if name in vars(type(self))] if kind is not type(self) else []
         of_wrapper = {key: value for key, value in vars(self).items() if key not in (*_SHARED, *_MADE)}
         own = self._first.like if self._own_forward else None
-        assigned = None if self.forward is self._first else Assigned(self.forward)
+        forward = vars(self)["forward"]
+        assigned = None if forward is self._first else Assigned(forward)
         # The state comes last, because parts of it may refer to the wrapper.
         state = self.module, self._user_options, self._fallback.policy, own, assigned, of_wrapper
         return _blank, (kind, *names), state

@@ -81,6 +81,11 @@ class _OverTorch(OptimizerConfig):
     def scheduled(self) -> None:
         """Stores the current rates as ``initial_lr``: a schedule starts from them and changes ``lr``."""
         self._from_bases = True
+        if not all(map(_has_rate, self.optimizer.param_groups)):
+            raise ValueError(
+                f"option lr_scheduler has no effect on {type(self.optimizer).__name__}, which computes its own rates: "
+                "leave it out, or give the optimizer a number as lr"
+            )
         for group in self.optimizer.param_groups:
             group.setdefault("initial_lr", float(group["lr"]))
 
@@ -94,11 +99,12 @@ class _OverTorch(OptimizerConfig):
 
     @property
     def learning_rates(self) -> list[float]:
+        """One for each group, 0 if the optimizer computes its own, and one for the default group, which is empty."""
         if self._from_bases:
             self.scheduled()  # groups that load_state_dict() has replaced may lack initial_lr
         key = "initial_lr" if self._from_bases else "lr"
-        rates = [float(group[key]) for group in self.optimizer.param_groups]
-        return [*rates, rates[0]]  # the default group is empty
+        rates = [float(group[key]) if _has_rate(group) else 0.0 for group in self.optimizer.param_groups]
+        return [*rates, rates[0]]
 
     @learning_rates.setter
     def learning_rates(self, values: Sequence[float]) -> None:
@@ -127,11 +133,11 @@ class _OverTorch(OptimizerConfig):
             )
 
     def _write(self, key: str, rates: Sequence[float]) -> None:
-        """Writes rates into the groups under a key; a rate in a tensor stays in that tensor."""
+        """Writes rates into the groups that have one under a key; a rate in a tensor stays in that tensor."""
         for group, rate in zip(self.optimizer.param_groups, rates, strict=False):
             if isinstance(group.get(key), torch.Tensor):
                 group[key].fill_(rate)
-            elif group.get(key) != rate:
+            elif _has_rate(group) and group.get(key) != rate:
                 group[key] = rate
 
     @property
@@ -200,7 +206,7 @@ class TorchOptimizerConfig(_OverTorch):
         optimizer: The optimizer, over parameters of the model.
 
     Raises:
-        ValueError: If the optimizer needs sparse gradients.
+        ValueError: If the optimizer needs sparse gradients, or its state can't be in a checkpoint.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -213,6 +219,7 @@ class TorchOptimizerConfig(_OverTorch):
             )
         kind = type(optimizer)
         self.name = f"{'torch.optim' if kind.__module__.startswith('torch.optim') else kind.__module__}.{kind.__name__}"
+        _check_state_dict(optimizer)
         closure = signature_of(kind.step).parameters.get("closure")
         self.needs_closure = closure is not None and closure.default is inspect.Parameter.empty
 
@@ -235,17 +242,30 @@ class TorchOptimizerConfig(_OverTorch):
     def state_dict(self, copy: bool = True) -> dict[str, Any]:
         """Returns the optimizer's state with parameter names in place of numbers.
 
+        Hyper-parameters of types that a checkpoint can't hold are left out. Some optimizers have more: ``others`` is
+        what they keep in ``state`` for all parameters together, and ``attributes`` what is beside ``state``.
+
         Args:
             copy: Whether to copy the tensors; if False, they are the optimizer's own.
+
+        Raises:
+            TypeError: If a dict in the state has other keys than str.
         """
         names, state = self._numbers(), self.optimizer.state_dict()
+        others = {key: _plain(values, copy) for key, values in state["state"].items() if key not in names}
+        attributes = {key: _plain(value, copy) for key, value in state.items() if key not in ("state", "param_groups")}
         groups = [
             {**group, "params": group_names}
             for group, group_names in zip(state["param_groups"], self.names, strict=True)
         ]
         return {
-            "state": {names[number]: _plain(values, copy) for number, values in state["state"].items()},
-            "param_groups": [_plain({k: v for k, v in g.items() if k != "param_names"}, copy) for g in groups],
+            "state": {names[key]: _plain(values, copy) for key, values in state["state"].items() if key in names},
+            "param_groups": [
+                _plain({key: value for key, value in group.items() if key != "param_names" and _is_plain(value)}, copy)
+                for group in groups
+            ],
+            **({"others": others} if others else {}),
+            **({"attributes": attributes} if attributes else {}),
         }
 
     def read_state(self, saved: Mapping[str, Any]) -> dict[str, Any]:
@@ -259,8 +279,10 @@ class TorchOptimizerConfig(_OverTorch):
             RuntimeError: If it belongs to other parameter groups.
         """
         where, kind = "state_dict[torch_optimizer]", type(self.optimizer).__name__
-        groups, states = saved.get("param_groups"), saved.get("state")
-        if not isinstance(groups, list) or not isinstance(states, Mapping) or not all(map(_is_group, groups)):
+        groups: Any = saved.get("param_groups")
+        states, others, attributes = parts = [saved.get("state"), saved.get("others", {}), saved.get("attributes", {})]
+        are_dicts = all(isinstance(part, Mapping) for part in parts)
+        if not isinstance(groups, list) or not are_dicts or not all(map(_is_group, groups)):
             raise CheckpointError(
                 f"{where} must have 'state', a dict, and 'param_groups', a list of dicts with 'params', but it is "
                 f"{shown(saved)}"
@@ -279,7 +301,8 @@ class TorchOptimizerConfig(_OverTorch):
             group.update({key: tuple(group[key]) for key, value in current.items() if isinstance(value, tuple)})
             group.update({key: current[key] for key in ("params", "param_names") if key in current})
         return {
-            "state": {numbers[name]: _plain(values, True) for name, values in states.items()},
+            **_plain(attributes, True),
+            "state": {**_plain(others, True), **{numbers[key]: _plain(values, True) for key, values in states.items()}},
             "param_groups": groups,
         }
 
@@ -309,13 +332,48 @@ def _is_group(group: Any) -> bool:
     return isinstance(names, list) and all(isinstance(name, str) for name in names)
 
 
+def _has_rate(group: Mapping[str, Any]) -> bool:
+    """Returns whether a group has a learning rate; some optimizers, such as Adafactor, compute their own."""
+    return group.get("lr") is not None
+
+
+def _check_state_dict(optimizer: torch.optim.Optimizer) -> None:
+    """Raises a ValueError if checkpoints can't have the state of an optimizer, as of one around another."""
+    try:
+        state = optimizer.state_dict()
+    except RuntimeError:  # ZeroRedundancyOptimizer's is not there yet
+        return
+    is_usual = isinstance(state.get("state"), Mapping) and isinstance(state.get("param_groups"), list)
+    if not is_usual or not hasattr(optimizer, "param_groups"):
+        raise ValueError(
+            f"state_dict() of {type(optimizer).__name__} has {list(state)} in place of 'state' and 'param_groups', so "
+            "it can't be in a checkpoint: give the optimizer inside as optim_config, or write the loop with "
+            "forward_backward() and optimizer.step()"
+        )
+
+
+def _is_plain(value: Any) -> bool:
+    """Returns whether a checkpoint can hold a value."""
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_plain, value))
+    if isinstance(value, Mapping):
+        return all(map(_is_plain, value.values()))
+    return value is None or isinstance(value, (bool, int, float, str, torch.Tensor))
+
+
 def _plain(value: Any, copy: bool) -> Any:
     """Returns a value as a checkpoint holds it: tensors on the CPU, dicts with str keys, and lists."""
     if isinstance(value, torch.Tensor):
         value = value.detach().cpu()
         return value.clone() if copy else value
     if isinstance(value, Mapping):
-        return {str(key): _plain(entry, copy) for key, entry in value.items()}
+        strange = [key for key in value if not isinstance(key, str)]
+        if strange:
+            raise TypeError(
+                f"a checkpoint can't hold a dict with the keys {strange[:3]}, as the optimizer has in its state: save "
+                "optimizer.state_dict() yourself, and model.state_dict()"
+            )
+        return {key: _plain(entry, copy) for key, entry in value.items()}
     return [_plain(entry, copy) for entry in value] if isinstance(value, (list, tuple)) else value
 
 

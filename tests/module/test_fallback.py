@@ -134,6 +134,13 @@ def test_policies(monkeypatch: pytest.MonkeyPatch) -> None:
         ORTModule(nn.Identity())
 
 
+def test_a_sparse_buffer_runs_in_pytorch() -> None:
+    model = nn.Linear(6, 2)
+    model.register_buffer("eye", torch.eye(3).to_sparse())
+    with pytest.warns(UserWarning, match=r"PyTorch runs this call .*\['eye'\] of Linear are sparse.*to_dense"):
+        close(ORTModule(model)(X), model(X))
+
+
 def test_options_are_errors_nevertheless() -> None:
     ours = ORTModule(nn.Linear(6, 2), {"graph_transformer": {"attn_dropout_recompute": True}})
     with pytest.raises(ExportError, match="attn_dropout_recompute"):

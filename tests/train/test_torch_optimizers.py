@@ -400,6 +400,60 @@ def test_an_optimizer_that_raises_ends_the_window() -> None:
         assert_close(model.state_dict()[name], value, 1e-5, name)
 
 
+class Unusual(torch.optim.Optimizer):
+    """Has no rate, a dtype among its hyper-parameters, a state of all parameters together, and one of its own."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": None, "dtype": torch.float64})
+        self.count = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "count": self.count}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.count = state_dict["count"]
+        super().load_state_dict({key: value for key, value in state_dict.items() if key != "count"})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        if closure is not None:
+            with torch.enable_grad():
+                closure()
+        self.count += 1
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                kept = self.state["kept"]  # type: ignore[index]
+                kept["sum"] = kept.get("sum", 0.0) + parameter.grad.abs().sum().to(group["dtype"])
+                parameter -= (parameter.grad / (self.count * kept["sum"])).float()
+
+
+def test_unusual_states_are_in_checkpoints() -> None:
+    both = Both(Unusual)
+    both.step(4)
+    state = both.trainer.state_dict()
+    other = Both(Unusual)
+    other.trainer.load_state_dict(state)
+    assert other.optimizer.state_dict()["count"] == 4 and both.trainer.train_step_info.learning_rate == 0.0
+    for batch in mlp_batches(2, seed=9):
+        assert torch.equal(both.trainer.train_step(*batch)[0], other.trainer.train_step(*batch)[0])
+    both.optimizer.state[both.model.fc1.weight]["averages"] = {0.9: torch.ones(1)}
+    with pytest.raises(
+        TypeError, match=r"can't hold a dict with the keys \[0.9\].*save optimizer.state_dict\(\) yourself"
+    ):
+        both.trainer.state_dict()
+    with pytest.raises(ValueError, match="lr_scheduler has no effect on Unusual, which computes its own rates"):
+        Both(Unusual, options={"lr_scheduler": lambda step: 0.5})
+
+
+def test_an_optimizer_around_another_is_refused() -> None:
+    class Around(torch.optim.SGD):
+        def state_dict(self) -> dict[str, Any]:
+            return {"base": super().state_dict(), "slow": {}}
+
+    with pytest.raises(ValueError, match=r"Around has \['base', 'slow'\].*give the optimizer inside"):
+        Both(Around)
+
+
 def test_what_an_update_can_not_do_is_told_before_it() -> None:
     model = MLP()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

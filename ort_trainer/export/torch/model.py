@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 from ...core.signatures import signature_of
 from ...engine.ort import maximum_opset
 from ...engine.ownership import shared_groups
-from ...engine.torch_memory import divided, freed_storages
+from ...engine.torch_memory import divided, freed_storages, sparse
 from ...optim import OptimizerConfig
 from ...optim.torch_optimizer import TorchOptimizerConfig
 from ...options import ModelDescription, ORTTrainerOptions
@@ -307,6 +307,12 @@ def _check_model(model: nn.Module) -> None:
         raise TypeError(
             f"{made_of_others[:3]} of {name} consist of other tensors, as quantized weights do: train in your own "
             "loop, with ORTModule(model)"
+        )
+    without_strides = sparse(name, tensors)
+    if without_strides:
+        raise ValueError(
+            f"{without_strides}: register them as to_dense(), or train in your own loop with ORTModule(model), which "
+            "PyTorch runs then"
         )
     lazy = [key for key, tensor in tensors if is_lazy(tensor)]  # type: ignore[no-untyped-call]
     if lazy:

@@ -29,6 +29,12 @@ def on_meta() -> nn.Module:
         return MLP()
 
 
+def with_sparse_buffer() -> nn.Module:
+    model = MLP()
+    model.register_buffer("eye", torch.eye(3).to_sparse())
+    return model
+
+
 def lazy() -> nn.Module:
     model = MLP()
     model.fc1 = nn.LazyLinear(16)
@@ -53,6 +59,7 @@ class _FabricModule(MLP):
         (lambda: torch.jit.script(nn.Linear(8, 3)), TypeError, "model is a TorchScript module"),
         (lambda: nn.Sequential(torch.jit.script(nn.Linear(8, 3))), TypeError, "model.0 is a TorchScript module"),
         (lazy, ValueError, r"\['fc1.weight', 'fc1.bias'\] of MLP are lazy.*run the model once"),
+        (with_sparse_buffer, ValueError, r"\['eye'\] of MLP are sparse.*to_dense\(\), or train .* ORTModule"),
         (on_meta, ValueError, "are on the meta device and have no values yet: initialize the model first"),
         (made_in_inference_mode, ValueError, r"were made under torch.inference_mode\(\)"),
     ],
