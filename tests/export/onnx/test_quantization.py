@@ -84,7 +84,7 @@ CASES = {
         None,
     ),
     "dynamic": (
-        "q, p, o = DynamicQuantizeLinear(h) m = MatMulInteger(q, b, o, bz) f = Cast<to=1>(m) e = Mul(p, bs) "
+        "q, p, o = DynamicQuantizeLinear(h) m = MatMulInteger(q, b, o, bz) f = CastLike(m, p) e = Mul(p, bs) "
         "y = Mul(f, e)",
         lambda h: of_range(h) @ BACK,
     ),
