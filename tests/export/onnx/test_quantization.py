@@ -88,6 +88,11 @@ CASES = {
         "y = Mul(f, e)",
         lambda h: of_range(h) @ BACK,
     ),
+    "dynamic convolution": (
+        "i = Constant<value_ints=[2]>() q, p, o = DynamicQuantizeLinear(h) g1 = Unsqueeze(q, i) "
+        "m = ConvInteger(g1, k, o, bz) f = Cast<to=1>(m) e = Mul(p, bs) t = Squeeze(f, i) y = Mul(t, e)",
+        lambda h: of_range(h) @ BACK,
+    ),
     "dynamic, of zeros": (
         "n = Sub(h, h) q, p, o = DynamicQuantizeLinear(n) t = DequantizeLinear(q, p, o) y = Add(t, h)",
         lambda h: h,
