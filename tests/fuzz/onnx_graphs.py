@@ -176,7 +176,24 @@ def _binary(g: _Builder) -> None:
     other = g.rng.choice(
         [lambda: g.rng.choice(same), lambda: g.weight(*sizes or [1]), lambda: g.constant(g.numbers(*sizes)), lambda: x]
     )()
-    g.op(kind, [x, other] if g.rng.random() < 0.5 else [other, x], shape)
+    # ONNX's reference fails if the first operand of a sum has fewer elements.
+    first = g.rng.random() < 0.5 or kind in ("Mean", "Sum")
+    g.op(kind, [x, other] if first else [other, x], shape)
+
+
+@_family
+def _bounded(g: _Builder) -> None:
+    x = g.pick(_sizes)
+    shape = g.values[x]
+    kind = g.rng.randrange(4)
+    if kind == 0:
+        g.op("PRelu", [x, g.weight(shape[-1])], shape)
+    elif kind == 1:
+        g.op("Pow", [x, g.constant(np.float64(g.rng.randint(1, 3)))], shape)
+    elif kind == 2:
+        g.op("Clip", [x, g.constant(np.float64(-0.5)), g.constant(np.float64(0.7))], shape)
+    else:
+        g.op("Tile", [x, g.constant(np.int64([1] * (len(shape) - 1) + [2]))], (*shape[:-1], 2 * shape[-1]))
 
 
 @_family

@@ -84,8 +84,13 @@ CASES = {
         None,
     ),
     "dynamic": (
-        "q, p, o = DynamicQuantizeLinear(h) m = MatMulInteger(q, b, o, bz) f = Cast<to=1>(m) e = Mul(p, bs) "
+        "q, p, o = DynamicQuantizeLinear(h) m = MatMulInteger(q, b, o, bz) f = CastLike(m, p) e = Mul(p, bs) "
         "y = Mul(f, e)",
+        lambda h: of_range(h) @ BACK,
+    ),
+    "dynamic convolution": (
+        "i = Constant<value_ints=[2]>() q, p, o = DynamicQuantizeLinear(h) g1 = Unsqueeze(q, i) "
+        "m = ConvInteger(g1, k, o, bz) f = Cast<to=1>(m) e = Mul(p, bs) t = Squeeze(f, i) y = Mul(t, e)",
         lambda h: of_range(h) @ BACK,
     ),
     "dynamic, of zeros": (

@@ -22,9 +22,14 @@ _SMALL = {ir.DataType.INT4: 4, ir.DataType.UINT4: 4, ir.DataType.INT2: 2, ir.Dat
 @operator("Cast", since=6, takes_rounded=True)
 def _cast(x: _Tensor | Rounded, *, to: int, saturate: int = 1, round_mode: str = "up", node: Node) -> _Tensor:
     kind = ir.DataType(to)
-    if isinstance(x, Rounded):
-        x = x.values if kind in WEIGHT_TYPES else x.tensor
-    return cast(x, kind, bool(saturate), round_mode, node)
+    return cast(_numbers(x, kind), kind, bool(saturate), round_mode, node)
+
+
+def _numbers(x: Any, kind: ir.DataType) -> Any:
+    """Returns quantized numbers with their gradient if they become floats, and in their own type otherwise."""
+    if not isinstance(x, Rounded):
+        return x
+    return x.values if kind in WEIGHT_TYPES else x.tensor
 
 
 @known_operator("Cast", since=6)
@@ -54,14 +59,14 @@ def int_of(value: Any) -> Any:
     return value if isinstance(value, (int, torch.SymInt)) else torch.sym_int(value)  # type: ignore[no-untyped-call]
 
 
-@operator("CastLike", since=15, known_inputs=(0,))
-def _cast_like(x: Any, like: _Tensor, *, saturate: int = 1, round_mode: str = "up", node: Node) -> Any:
+@operator("CastLike", since=15, known_inputs=(0,), takes_rounded=True)
+def _cast_like(x: Any, like: _Tensor | Rounded, *, saturate: int = 1, round_mode: str = "up", node: Node) -> Any:
     kind = node.input_type(1) or ir.tensor_adapters.from_torch_dtype(like.dtype)
     if is_known(x):
         cast_array = _cast_known(x, to=kind)
         if cast_array is not NotImplemented:
             return cast_array
-    return cast(as_tensor(x), kind, bool(saturate), round_mode, node)
+    return cast(as_tensor(_numbers(x, kind)), kind, bool(saturate), round_mode, node)
 
 
 def cast(x: _Tensor, kind: ir.DataType, saturate: bool, round_mode: str, node: Node) -> _Tensor:
