@@ -276,22 +276,20 @@ def _of_transformers(name: str) -> Iterator[Drawn]:
 
     cls = getattr(transformers, name)
     names = {*inspect.signature(cls.forward).parameters}
-    first = [name for name in ("input_ids", "attention_mask") if name in names]
+    first: list[str] = [name for name in ("input_ids", "attention_mask") if name in names]
     first = first if cls.main_input_name == "input_ids" else [cls.main_input_name]
-    inputs = (first, [*first, "decoder_input_ids"], [*first, *(n for n in _INPUTS if n in names and n not in first)])
+    more = [name for name in _INPUTS if name in names and name not in first]
+    inputs = [first, [*first, "decoder_input_ids"], [*first, *more]]
     for widths in (True, False):
         try:
             config = cls.config_class(**_small(cls.config_class(), widths))
         except Exception:  # settings that don't fit each other
             continue
         make = functools.partial(_with_config, cls, config)
-        for rank, taken, labels in itertools.product((0, 1), inputs, (*_LABELS, None)):
+        for labels, rank, taken in itertools.product((*_LABELS, None), (0, 1), inputs):
             of_labels = {*labels(1, 1, torch.Generator())} - {"choices"} if labels else set()
-            if {*taken} | of_labels <= names and (labels or not {"labels", "start_positions"} & names):
+            if {*taken} | of_labels <= names:
                 yield Drawn(make, functools.partial(_batch, config, tuple(taken), labels, rank), bool(labels))
-        for rank, taken in itertools.product((0, 1), inputs):
-            if {*taken} <= names:
-                yield Drawn(make, functools.partial(_batch, config, tuple(taken), None, rank))
 
 
 def _with_config(cls: Any, config: Any) -> nn.Module:
@@ -302,7 +300,7 @@ def _small(config: Any, widths: bool) -> dict[str, Any]:
     """Returns the settings of a small model. What is derived from others while it isn't set stays unset."""
     settings: dict[str, Any] = {}
     for name, parameter in inspect.signature(type(config)).parameters.items():
-        value = getattr(config, name, None)
+        value: Any = getattr(config, name, None)
         if hasattr(value, "to_dict") and name in config.sub_configs:
             settings[name] = {**_small(value, widths), "model_type": value.model_type}
         elif value is None and name in ("pad_token_id", "vocab_size"):
@@ -314,7 +312,7 @@ def _small(config: Any, widths: bool) -> dict[str, Any]:
     return settings
 
 
-# Labels to try; "choices" makes two texts of each one.
+# Labels to try, before none; "choices" makes two texts of each one.
 _LABELS: tuple[Arguments, ...] = (
     lambda size, length, draw: {"labels": torch.randint(2, (size,), generator=draw)},
     lambda size, length, draw: {"labels": torch.randint(2, (size, length), generator=draw)},
