@@ -46,6 +46,7 @@ GRADIENT_WEIGHT = "gradient_weight"
 
 # Graphs for batches of the same sizes that take different branches of the model.
 _MAXIMUM_BRANCHES = 8
+_SHOWN_CONDITIONS = 5  # in an error
 
 Outputs = list[torch.Tensor]
 Result = TypeVar("Result")
@@ -406,10 +407,10 @@ class TrainingLoop:
         while True:
             try:
                 return plan, run(plan)
-            except ValueBranchError:
+            except ValueBranchError as error:
                 refused.append(plan.runner.whole)
                 if is_new or len(refused) == _MAXIMUM_BRANCHES:
-                    raise
+                    raise ValueBranchError(f"{error}\n{_why_no_other_graph(refused, is_new)}") from None
             except RuntimeError as error:
                 if plan.runner.step.programs is None and not self._checks_indices:
                     # ONNX Runtime names neither the input nor, for some operators, the value.
@@ -806,3 +807,29 @@ def _norm_of_used(executor: Executor) -> torch.Tensor | None:
     """Returns the global norm of the gradients that the last update used; None if they are gone."""
     used = executor.used_gradients()
     return global_norm(used.values()) if used else None
+
+
+def _why_no_other_graph(refused: Sequence[Step], is_new: bool) -> str:
+    """Returns why a batch gets no graph with its branches, and what to do.
+
+    Args:
+        refused: The graphs whose branches it does not take.
+        is_new: Whether the last one was exported for this batch.
+    """
+    if is_new:
+        return (
+            "The graph was exported for this batch, for which PyTorch takes that branch, so the condition depends on "
+            "random numbers, such as those of dropout, or on rounding: compute both branches, and choose with "
+            "torch.where"
+        )
+    lines = dict.fromkeys(line for step in refused for _, line in step.assumptions.values())
+    shown = "\n  ".join(list(lines)[:_SHOWN_CONDITIONS])
+    more = f"\n  and {len(lines) - _SHOWN_CONDITIONS} more" if len(lines) > _SHOWN_CONDITIONS else ""
+    return (
+        f"There are {len(refused)} graphs already for batches of these sizes, at most one for each of "
+        f"{_MAXIMUM_BRANCHES} combinations of branches. These conditions differ from batch to batch, or may:\n"
+        f"  {shown}{more}\n"
+        "Compute both branches and choose with torch.where; as a size, take x.item() instead of int(x); decide before "
+        "the step, and pass the result as an input; or train with ORTModule, which runs such batches in PyTorch "
+        "(docs/models.md#branches-on-values)"
+    )

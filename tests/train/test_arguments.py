@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ort_trainer import ORTModule, ORTTrainer, optim
+from ort_trainer import ORTModule, ORTTrainer, ORTTrainerOptions, optim
 from tests.helpers import MLP, MLP_DESC, assert_close, mlp_batches, mlp_trainer
 
 State = tuple[torch.Tensor, torch.Tensor]
@@ -206,6 +206,25 @@ def test_a_number_of_the_loss_changes_without_an_export(kind: str) -> None:
         ValueError, match=r"loss_parameters \['x'\] must be valid argument names and differ from the inputs"
     ):
         trainer.train_step(x) if kind == "inside" else trainer.train_step(x, x)
+
+
+class Halved(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8, dtype=torch.bfloat16)
+
+    def forward(self, x: torch.Tensor, beta: float = 1.0) -> dict[str, torch.Tensor]:
+        loss = self.linear(x).square().mean() * beta
+        return {"loss": loss, "doubled": 2 * loss}
+
+
+@pytest.mark.parametrize("kernels", ["pytorch", "onnxruntime"])
+def test_a_number_of_the_loss_promotes_no_scalar(kernels: str) -> None:
+    model, x = Halved(), torch.randn(4, 8, dtype=torch.bfloat16)
+    options = ORTTrainerOptions({"utils": {"kernels": kernels}})
+    trainer = ORTTrainer(model, "auto", optim.SGDConfig(lr=0.0), options=options)
+    trainer.loss_parameters["beta"] = 0.3
+    assert torch.equal(trainer.train_step(x)[1], model(x, 0.3)["doubled"].detach())
 
 
 def test_a_missing_number_is_named() -> None:

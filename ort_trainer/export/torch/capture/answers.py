@@ -58,7 +58,7 @@ def answers_of(step: ExportedStep, batch: Mapping[str, torch.Tensor], training: 
         torch.no_grad(),
         step.autocast_for(sample),
         reads_watched(read, torch.Tensor),
-        Sizes(),
+        Sizes(),  # type: ignore[no-untyped-call]
     ):
         module(*sample)
     return answers

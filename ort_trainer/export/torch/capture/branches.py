@@ -257,8 +257,6 @@ class Branches:
             self._assume(functools.reduce(torch.logical_and, equal), True, frame)
             return answer
         self._assume((values >= 0).all(), True, frame)
-        # Expression of numbers and sizes, and what is asked of its value -> the answer, and the line that asks.
-        self._decisions: dict[tuple[Any, Callable[[Any], Any]], tuple[Number, str]] = {}
         self._has_integers = True
         sizes = [part.shape[0] for part in torch.ops.ort_trainer.as_sizes(values)]
         read = zip(sizes, values, numbers, strict=True)
@@ -306,9 +304,9 @@ class Branches:
             self._decisions[condition.expr, _itself] = True, line
         for (expression, question), (answer, line) in self._decisions.items():
             value = question(_computed(expression, self._as_tensors(expression.free_symbols)))
-            is_bool = isinstance(answer, bool)
-            self._conditions.append((value if is_bool else value == answer).detach().reshape(()))
-            self.assumptions.append(Assumption(answer if is_bool else True, line))
+            is_condition = isinstance(answer, bool)
+            self._conditions.append((value if is_condition else value == answer).detach().reshape(()))
+            self.assumptions.append(Assumption(bool(answer) if is_condition else True, line))
 
     def _decided(
         self, expression: Any, question: Callable[[Any], Any], frame: FrameType, environment: Any = None

@@ -28,6 +28,7 @@ from ....core.errors import ExportError
 from ....options import InputDescription
 from ..fx.explain import explain, source_line
 from ..fx.symbols import users_lines_of_conditions
+from ..fx.values import draws_numbers, reached
 from ..fx.view_writes import bases_of, refuse_inexact_writes, written
 from ..operators.registry import replacements
 from ..outside.changes import BACKWARD_HOOKS, GLOBAL_HOOKS
@@ -144,6 +145,7 @@ def capture(
     ):
         exported = _export(module, tuple(sample), dims)
     _refuse_changed_constants(exported)
+    _refuse_random_branches(exported, module)
     for part in exported.graph_module.modules():
         if isinstance(part, torch.fx.GraphModule):
             refuse_inexact_writes(part.graph)
@@ -344,7 +346,8 @@ def _without_drawing_outside_torch(model: str) -> Iterator[None]:
         raise ExportError(
             f"forward() of {model} or the loss draws numbers from {' and '.join(sorted(drawn, reverse=True))}, which "
             "would be the same in every step of a graph: draw them with torch (torch.rand), or before the step and "
-            "pass them as inputs. In models for speech it is SpecAugment: config.apply_spec_augment=False turns it off"
+            "pass them as inputs. In models for speech it is SpecAugment, which config.apply_spec_augment=False turns "
+            "off, or layerdrop, config.layerdrop=0"
         )
 
 
@@ -385,6 +388,29 @@ def _refuse_changed_constants(program: torch.export.ExportedProgram) -> None:
                     f"forward() changes {what} in place, a plain tensor, so the change would be lost: make it a "
                     f"buffer, self.register_buffer(...)\n  {source_line(node)}"
                 )
+
+
+def _refuse_random_branches(program: torch.export.ExportedProgram, module: StepModule) -> None:
+    """Raises if a branch depends on random numbers alone: whichever a graph has, other steps need another."""
+    signature, assumptions = program.graph_signature, module.branches.assumptions
+    names = signature.user_outputs[len(signature.user_outputs) - len(assumptions) :]
+    given = {*signature.user_inputs, *signature.inputs_to_parameters}
+    nodes = {node.name: node for node in program.graph.nodes}
+    for name, assumption in zip(names, assumptions, strict=True):
+        sources = reached([nodes[str(name)]], _read_values)
+        if any(map(draws_numbers, sources)) and given.isdisjoint(node.name for node in sources):
+            raise ExportError(
+                f"{type(module.model).__name__} or its loss takes a branch by a random number, as layerdrop does, but "
+                "a graph has one branch: turn it off (config.layerdrop=0; in some models encoder_layerdrop=0 and "
+                "decoder_layerdrop=0), or compute both branches and choose with torch.where\n"
+                f"  {assumption.line}"
+            )
+
+
+def _read_values(node: torch.fx.Node) -> list[torch.fx.Node]:
+    """Returns the nodes whose values a node reads, not only their sizes."""
+    only_sizes = node.target is torch.ops.aten.sym_size.int or getattr(node.target, "_opname", "").endswith("_like")
+    return [] if only_sizes else node.all_input_nodes
 
 
 def _export(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 import itertools
@@ -17,7 +18,7 @@ from ....engine.devices import device_of
 from ....options import ModelDescription
 from ...nested import Layout, argument_of, rebuild
 from ..fx.explain import forward_line
-from ..outside.numbers import text_of
+from ..outside.numbers import TensorsAsNumbers, text_of
 from ..outside.places import Place
 from ..outside.recorder import Recorder
 from ..outside.values import memory_of
@@ -432,6 +433,13 @@ class StepModule(nn.Module):
         values = {name: rebuild(layout, tensors) for name, layout in arguments.items()}
         labels = [values.pop(name) for name in self._labels]
         parameters = {name: values.pop(name) for name in self._loss_parameters}
+        with TensorsAsNumbers(parameters.values()) if parameters else contextlib.nullcontext():
+            return self._outputs_for(values, labels, parameters)
+
+    def _outputs_for(
+        self, values: Mapping[str, Any], labels: Sequence[Any], parameters: Mapping[str, torch.Tensor]
+    ) -> tuple[torch.Tensor, ...]:
+        """Returns the described outputs of model and loss function for arguments, labels and loss parameters."""
         if self.loss_fn is None:
             returned = _tensors(self.model(**values, **parameters), self.model)
         else:

@@ -11,15 +11,16 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from .places import Place, described, read
 from .rates import DROPOUTS
 
-__all__ = ["Expression", "Growing", "Number", "Uses", "evaluate", "places_of", "text_of"]
+__all__ = ["Expression", "Growing", "Number", "TensorsAsNumbers", "Uses", "evaluate", "places_of", "text_of"]
 
 Expression = list[Any]
 """``["at", place]``, ``["is", number]``, ``["same", place, place]`` (whether both hold one object), ``["keys", place]``
@@ -182,14 +183,45 @@ class Number:
             tensor.is_floating_point() or tensor.is_complex() for tensor in tensors
         )
         if function in _OF_TENSORS and tensors and not whole and not any(isinstance(n.value, bool) for n in numbers):
-            converted = [value.uses.scalar(value) if type(value) is Number else value for value in args]
-            # A tensor without dimensions promotes others without dimensions; the number that it stands for does not.
-            if not any(tensor.dim() for tensor in tensors):
-                dtype = functools.reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
-                converted = [value.to(dtype) for value in converted]
+            scalars = [value.uses.scalar(value) if type(value) is Number else value for value in args]
+            converted = _not_promoted(scalars, tensors)
         else:
             converted = [_plain(value) for value in args]
         return function(*converted, **{key: _plain(value) for key, value in kwargs.items()})
+
+
+class TensorsAsNumbers(TorchFunctionMode):
+    """A context in which tensors stand for numbers in the arithmetic of tensors.
+
+    Args:
+        numbers: The tensors, floating-point ones without dimensions.
+    """
+
+    def __init__(self, numbers: Iterable[torch.Tensor]) -> None:
+        super().__init__()
+        self._numbers = {id(number): number for number in numbers}
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function in _OF_TENSORS and any(id(value) in self._numbers for value in args):
+            tensors = [value for value in args if isinstance(value, torch.Tensor) and id(value) not in self._numbers]
+            if tensors and all(tensor.is_floating_point() for tensor in tensors):
+                args = _not_promoted(args, tensors)
+        return function(*args, **(kwargs or {}))
+
+
+def _not_promoted(operands: Sequence[Any], tensors: Sequence[torch.Tensor]) -> Sequence[Any]:
+    """Returns operands with the dtype of those that don't stand for numbers, if none of these has dimensions.
+
+    A tensor without dimensions promotes others without dimensions; the number that it stands for does not.
+
+    Args:
+        operands: Tensors.
+        tensors: Those of them that don't stand for numbers.
+    """
+    if any(tensor.dim() for tensor in tensors):
+        return operands
+    dtype = functools.reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
+    return [value.to(dtype) for value in operands]
 
 
 class Growing:

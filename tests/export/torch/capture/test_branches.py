@@ -307,12 +307,35 @@ def test_a_batch_that_branches_by_chance_is_refused() -> None:
 
     trainer = trainer_of(Net(function))
     (batch,) = batches(1)
-    for _ in range(8):  # either way is PyTorch's, or an error
-        try:
+    with pytest.raises(ExportError, match=r"(?s)by a random number, as layerdrop does.*layerdrop=0.* in function:"):
+        trainer.train_step(*batch)
+
+
+def test_a_branch_that_only_pytorch_takes_is_refused() -> None:
+    def function(h: torch.Tensor) -> torch.Tensor:
+        dropped = F.dropout(h, 0.5)
+        return dropped * 2 if (dropped == 0).float().mean() > 0.5 else dropped * 3
+
+    trainer = trainer_of(Net(function))
+    (batch,) = batches(1)
+    with pytest.raises(ValueBranchError, match=r"(?s)in function.*depends on random numbers"):
+        for _ in range(50):  # either way is PyTorch's, or an error
             trainer.train_step(*batch)
-        except ValueBranchError as error:
-            assert "in function" in str(error)
-    assert len(trainer.loop.executor.graphs(True)) <= 8
+
+
+def test_too_many_combinations_of_branches() -> None:
+    def function(h: torch.Tensor) -> torch.Tensor:
+        for factor in range(12):
+            if h.abs().max() > 10.0**factor:
+                h = h + 1
+        return h
+
+    trainer = trainer_of(Net(function))
+    data = batches(*(10.0**factor for factor in range(12)))
+    with pytest.raises(ValueBranchError, match=r"(?s)8 graphs already.*in function: if h.abs.*torch.where.*ORTModule"):
+        for batch in data:
+            trainer.train_step(*batch)
+    assert len(trainer.loop.executor.graphs(True)) == 8
 
 
 def splits(h: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
