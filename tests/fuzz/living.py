@@ -779,7 +779,9 @@ def _shown(value: Any, depth: int = 0) -> Any:
         parts = value.tolist() if hasattr(value, "tolist") else value
         parts = parts if isinstance(parts, (list, tuple)) or hasattr(parts, "popleft") else [parts]
         return [type(value).__name__, *(_shown(part, depth + 1) for part in parts)]
-    if isinstance(value, (int, float, str, type(None))):
+    if isinstance(value, float):
+        return ["float", torch.tensor(value, dtype=torch.float64)]
+    if isinstance(value, (int, str, type(None))):
         return value
     return [type(value).__name__, _shown(getattr(value, "__dict__", {}), depth + 1)]
 
@@ -796,7 +798,11 @@ def _train(case: Case, text: str, way: str) -> tuple[list[tuple[str, Any]], str]
             )
             step_of = lambda x, t: trainer.train_step(x, t)[0]  # noqa: E731
         else:
-            step_of = _loop(net, ORTModule(net) if way == "module" else net, space["loss_fn"])
+            step_of = _loop(
+                net,
+                ORTModule(net, {"utils": {"random_numbers": "pytorch_global"}}) if way == "module" else net,
+                space["loss_fn"],
+            )
         for step in range(_STEPS):
             space["change"](net, step)
             torch.manual_seed(step)
