@@ -760,13 +760,22 @@ def draw(seed: int) -> Case:
         if root.read != "next(G{n})":
             shown.append(drawn.read(owner, 0))
     changes.sort(key=lambda change: change[0])
-    return Case(*map(tuple, (lines, changes, init, before, heads, shown)), form, way)
+    return Case(
+        lines=tuple(lines),
+        changes=tuple(changes),
+        init=tuple(init),
+        before=tuple(before),
+        heads=tuple(heads),
+        shown=tuple(shown),
+        form=form,
+        way=way,
+    )
 
 
 def _shown(value: Any, depth: int = 0) -> Any:
     """Returns the present state of a value, as tensors, numbers, texts and lists of these."""
     if isinstance(value, torch.Tensor):
-        return [value.detach().clone(), value.requires_grad]
+        return ["tensor", value.detach().clone()]  # a trainer leaves tensors without their gradient
     if isinstance(value, enum.Enum):
         return str(value)
     if isinstance(value, (type, types.FunctionType, types.MethodType, nn.Module)) or depth > 5:

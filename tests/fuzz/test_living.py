@@ -1,18 +1,11 @@
-"""Programs that read and leave values outside tensors train as in PyTorch: what was wrong once, and cases by lot."""
+"""Programs that read and leave values outside tensors train as in PyTorch: what was wrong once."""
 
 from __future__ import annotations
 
-import hashlib
-import time
-
 import pytest
 
-from ..harness import choose
-from .compare import BAD
 from .living import Case, compare, draw
 
-# Processor seconds after which no case begins.
-_SECONDS = 10.0
 _CACHED = "R0 = 0.5\n@functools.lru_cache\ndef get0(): return R0"
 _FOUND = {
     "a default that a run replaces": Case(
@@ -54,12 +47,8 @@ def test_what_was_wrong_once(case: Case) -> None:
     assert compare(case).kind == "equal"
 
 
-def test_cases_of_this_commit(request: pytest.FixtureRequest) -> None:
-    commit = request.config.getoption("seed") or choose.commit()
-    seed = int.from_bytes(hashlib.sha256(commit.encode()).digest()[:4], "big") * 100
-    end = time.process_time() + _SECONDS
-    for number in range(seed, seed + 20):
-        outcome = compare(draw(number))
-        assert outcome.kind not in BAD, f"python -m tests.fuzz.living --case {number} repeats it\n{outcome}"
-        if time.process_time() > end:
-            break
+def test_cases_and_what_they_shrink_to_are_programs() -> None:
+    for seed in range(100):
+        case = draw(seed)
+        for each in (case, *case.smaller()):
+            compile(each.source(), f"seed {seed}", "exec")
