@@ -145,20 +145,20 @@ _WHERE = {
     "loss": "LOSS",
     "helper": "",
 }
+# Where lines stand in a function -> its first line, its last, what registers it, and what calls it.
 _METHODS = {
     "method": ("def method(self, h)", "return h", "", "h = self.method(h)"),
     "checkpoint": ("def inner(self, h)", "return h", "", "h = checkpoint(self.inner, h, use_reentrant=False)"),
     "hook": ("def hook(self, module, args, h)", "return h", "self.fc.register_forward_hook(self.hook)", "pass"),
-    "pre hook": ("def pre(self, module, args, h)", "", "", ""),
+    "pre hook": (
+        "def pre_hook(self, module, args)",
+        "return (h,)",
+        "self.out.register_forward_pre_hook(self.pre_hook)",
+        "pass",
+    ),
     "submodule": ("def forward(self, h)", "return h", "", "h = self.part(h)"),
     "helper": ("def helper(h)", "return h", "", "h = helper(h)"),
 }
-_METHODS["pre hook"] = (
-    "def pre_hook(self, module, args)",
-    "return (h,)",
-    "self.out.register_forward_pre_hook(self.pre_hook)",
-    "pass",
-)
 
 
 @dataclasses.dataclass(frozen=True)
