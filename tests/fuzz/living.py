@@ -145,20 +145,20 @@ _WHERE = {
     "loss": "LOSS",
     "helper": "",
 }
+# Where lines stand in a function -> its first line, its last, what registers it, and what calls it.
 _METHODS = {
     "method": ("def method(self, h)", "return h", "", "h = self.method(h)"),
     "checkpoint": ("def inner(self, h)", "return h", "", "h = checkpoint(self.inner, h, use_reentrant=False)"),
     "hook": ("def hook(self, module, args, h)", "return h", "self.fc.register_forward_hook(self.hook)", "pass"),
-    "pre hook": ("def pre(self, module, args, h)", "", "", ""),
+    "pre hook": (
+        "def pre_hook(self, module, args)",
+        "return (h,)",
+        "self.out.register_forward_pre_hook(self.pre_hook)",
+        "pass",
+    ),
     "submodule": ("def forward(self, h)", "return h", "", "h = self.part(h)"),
     "helper": ("def helper(h)", "return h", "", "h = helper(h)"),
 }
-_METHODS["pre hook"] = (
-    "def pre_hook(self, module, args)",
-    "return (h,)",
-    "self.out.register_forward_pre_hook(self.pre_hook)",
-    "pass",
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -760,13 +760,22 @@ def draw(seed: int) -> Case:
         if root.read != "next(G{n})":
             shown.append(drawn.read(owner, 0))
     changes.sort(key=lambda change: change[0])
-    return Case(*map(tuple, (lines, changes, init, before, heads, shown)), form, way)
+    return Case(
+        lines=tuple(lines),
+        changes=tuple(changes),
+        init=tuple(init),
+        before=tuple(before),
+        heads=tuple(heads),
+        shown=tuple(shown),
+        form=form,
+        way=way,
+    )
 
 
 def _shown(value: Any, depth: int = 0) -> Any:
     """Returns the present state of a value, as tensors, numbers, texts and lists of these."""
     if isinstance(value, torch.Tensor):
-        return [value.detach().clone(), value.requires_grad]
+        return ["tensor", value.detach().clone()]  # a trainer leaves tensors without their gradient
     if isinstance(value, enum.Enum):
         return str(value)
     if isinstance(value, (type, types.FunctionType, types.MethodType, nn.Module)) or depth > 5:
@@ -779,7 +788,9 @@ def _shown(value: Any, depth: int = 0) -> Any:
         parts = value.tolist() if hasattr(value, "tolist") else value
         parts = parts if isinstance(parts, (list, tuple)) or hasattr(parts, "popleft") else [parts]
         return [type(value).__name__, *(_shown(part, depth + 1) for part in parts)]
-    if isinstance(value, (int, float, str, type(None))):
+    if isinstance(value, float):
+        return ["float", torch.tensor(value, dtype=torch.float64)]
+    if isinstance(value, (int, str, type(None))):
         return value
     return [type(value).__name__, _shown(getattr(value, "__dict__", {}), depth + 1)]
 
@@ -796,7 +807,11 @@ def _train(case: Case, text: str, way: str) -> tuple[list[tuple[str, Any]], str]
             )
             step_of = lambda x, t: trainer.train_step(x, t)[0]  # noqa: E731
         else:
-            step_of = _loop(net, ORTModule(net) if way == "module" else net, space["loss_fn"])
+            step_of = _loop(
+                net,
+                ORTModule(net, {"utils": {"random_numbers": "pytorch_global"}}) if way == "module" else net,
+                space["loss_fn"],
+            )
         for step in range(_STEPS):
             space["change"](net, step)
             torch.manual_seed(step)

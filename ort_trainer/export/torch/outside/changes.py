@@ -7,6 +7,7 @@ import contextvars
 import copy
 import functools
 import sys
+import types
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -93,6 +94,11 @@ class Copies:
                 if name.startswith("__") and not name.endswith("__"):  # private to its class
                     name = f"_{base.__name__.lstrip('_')}{name}"
                 self._slots.append((place, owner, name, _slot(owner, name)))
+
+    def add_function(self, function: types.FunctionType, place: Place) -> None:
+        """Copies what a function has besides its ``__dict__``."""
+        for name in ("__code__", "__defaults__", "__kwdefaults__"):
+            self._slots.append((place, function, name, getattr(function, name)))
 
     def add_parts(self, values: dict[str, Any]) -> None:
         """Copies the dicts of submodules, parameters, buffers and hooks in a module's ``__dict__``."""

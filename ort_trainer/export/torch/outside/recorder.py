@@ -139,6 +139,7 @@ class Recorder:
         self._begun_with: dict[Place, Any] = {}  # what tables, settings and copies have replaced
         self._numbers: dict[Place, Any] = {}  # the numbers and lists that stand-ins have replaced
         self._growing: dict[Place, Growing] = {}  # the stand-ins for lists
+        self._caches: list[tuple[Any, Any]] = []  # functions that keep results, and what they had kept before
         # What the run changes.
         self._copies = Copies()
         self._left: dict[Place, Any] = {}
@@ -223,6 +224,8 @@ class Recorder:
             ExportError: If the run leaves a value that can't be encoded.
         """
         self._refuse_what_no_graph_does()
+        if any(function.cache_info() != before for function, before in self._caches):
+            self.uses.fixed.update(self._numbers)  # a result that was kept says not how it was computed
         flags = self._flags_of_hooks()
         recorded = (change for change in self._copies.changes() if change.place not in flags)
         changes = [(change.place, change.now, change.before) for change in recorded]
@@ -411,6 +414,9 @@ class Recorder:
 
     def _restore(self) -> None:
         self._copies.restore()
+        for function, before in self._caches:
+            if self._numbers and function.cache_info().misses != before.misses:  # it may have kept a stand-in
+                function.cache_clear()
         # Two places may be one, such as a variable of two closures: the first has what was there before.
         for place, value in reversed([*self._begun_with.items(), *self._numbers.items()]):
             write(self._root, place, value)
@@ -505,6 +511,8 @@ class Recorder:
         wrapped = inspect.getattr_static(value, "__wrapped__", None)
         if isinstance(wrapped, types.FunctionType):
             self._meet(wrapped, (*place, Access("get", "__wrapped__")))
+            if isinstance(value, functools._lru_cache_wrapper) and is_users(value.__module__):
+                self._caches.append((value, value.cache_info()))
         can_be_watched = is_watched(kind) and self._watch_class(kind)
         if not can_be_watched and kind not in _NAMESPACES:
             return
@@ -529,6 +537,7 @@ class Recorder:
 
     def _meet_function(self, function: types.FunctionType, place: Place) -> None:
         """Records what a function may read: its closure, defaults, globals, and the modules that it imports."""
+        self._copies.add_function(function, place)
         for at, cell in enumerate(function.__closure__ or ()):
             inner: Place = (*place, Access("cell", at))  # type: ignore[assignment]
             self._copies.add_cell(cell, inner)
@@ -583,11 +592,13 @@ class Recorder:
             for name in names & vars(value).keys():
                 self._record((*place, Access("attribute", name)), vars(value)[name])
         elif isinstance(value, type):
-            for base, of_base in self._users_bases(value, place):
+            of_metaclass = self._users_bases(type(value), (*place, Access("get", "__class__")))
+            for base, of_base in (*self._users_bases(value, place), *of_metaclass):
                 self._copies.add_class(base, of_base)
                 for name in names & vars(base).keys() - {"__getattribute__"}:  # that is ours, for the time of the run
                     part = vars(base)[name]
                     function = part.__func__ if type(part) in (classmethod, staticmethod) else part
+                    function = part.fget if type(part) is property else function
                     code = function.__code__ if type(function) is types.FunctionType else None
                     if (id(base), name) in self._of_classes or (code is not None and data_only):
                         continue
