@@ -23,7 +23,6 @@ from types import CodeType, FrameType
 from typing import Any
 from unittest import mock
 
-import sympy
 import torch
 from torch.utils import _pytree as pytree
 
@@ -143,6 +142,7 @@ class Branches:
         Raises:
             ValuesAsked: If there are no answers.
         """
+        import sympy  # slow
         from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
         from torch._subclasses.functional_tensor import FunctionalTensor
         from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
@@ -330,6 +330,8 @@ class Branches:
             return answer if (answer, line) in self._decisions.values() else None
         self._decisions[expression, question] = answer, line
         if environment is not None and all(symbol.is_integer for symbol in expression.free_symbols):
+            import sympy  # slow
+
             is_bool = isinstance(answer, bool)
             held = sympy.Eq(expression, answer) if not is_bool else expression if answer else sympy.Not(expression)
             environment.guard_or_defer_runtime_assert(held, _ASSUMED)
