@@ -77,6 +77,7 @@ def borrowed(
     modes_before = [(part, part.training) for part in module.modules()]
     buffers = [(name, buffer, buffer.detach().clone()) for name, buffer in module.named_buffers()]
     flags = [(parameter, parameter.requires_grad) for parameter in module.parameters()]
+    memory = [(parameter, parameter.data) for parameter in module.parameters() if type(parameter) is nn.Parameter]
     try:
         module.train(training)
         for part, mode in (modes or {}).items():
@@ -90,6 +91,9 @@ def borrowed(
             part.training = mode
         for parameter, flag in flags:
             parameter.requires_grad_(flag)
+        for parameter, data in memory:
+            if parameter.data_ptr() != data.data_ptr():  # of a forward pass that assigns to .data
+                parameter.data = data
         resized = [name for name, buffer, value in buffers if buffer.shape != value.shape]
         with torch.no_grad():
             for name, buffer, value in buffers:

@@ -29,7 +29,7 @@ from ....options import InputDescription
 from ..fx.explain import explain, source_line
 from ..fx.symbols import users_lines_of_conditions
 from ..fx.values import draws_numbers, reached
-from ..fx.view_writes import bases_of, refuse_inexact_writes, written
+from ..fx.view_writes import DATA, bases_of, refuse_inexact_writes, written
 from ..operators.registry import replacements
 from ..outside.changes import BACKWARD_HOOKS, GLOBAL_HOOKS
 from ..outside.generators import drawing_from_copies
@@ -45,6 +45,7 @@ CHECKPOINT = "ort_trainer_checkpoint"
 
 # The names of autograd functions that torch.library makes for the backward passes of operators begin with this.
 _OF_OPERATORS = "GeneratedBackwardFor_"
+_DATA: Any = torch.Tensor.data
 _TORCH = str(Path(torch.__file__).parent)
 _OURS = str(Path(__file__).parents[3])
 # Model code within torch: batch norm in training, for example, refuses a single value per channel.
@@ -162,7 +163,27 @@ def exportable_functions() -> Iterator[None]:
         for (module, name), function in replacements().items():
             stack.enter_context(mock.patch.object(module, name, function))
         stack.enter_context(mock.patch.object(torch.fx.graph, "_format_target", _attribute))
+        stack.enter_context(mock.patch.object(torch.Tensor, "data", property(_data, _set_data)))
         yield
+
+
+def _data(tensor: torch.Tensor) -> torch.Tensor:
+    """Stands for ``x.data``, which a capture can't follow: ``x.detach()``, with a mark."""
+    if sys._getframe(1).f_code.co_filename.startswith((_TORCH, _OURS)):
+        value: torch.Tensor = _DATA.__get__(tensor)
+        return value
+    with fx_traceback.annotate({DATA: True}):
+        return tensor.detach()
+
+
+def _set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """Stands for ``x.data = value``: a change in place, where the value has the form of the tensor."""
+    file = sys._getframe(1).f_code.co_filename
+    if file.startswith((_TORCH, _OURS)) or value.shape != tensor.shape or value.dtype != tensor.dtype:
+        _DATA.__set__(tensor, value)
+        return
+    with fx_traceback.annotate({DATA: True}):
+        tensor.detach().copy_(value.detach())
 
 
 def _attribute(base: str, target: str) -> str:

@@ -81,10 +81,10 @@ def explain(error: Exception, exporter: str, model: str) -> str:
         what = "it reads the values of a tensor with .numpy(), which a graph does not know"
         hint = f"Compute what depends on them with tensors, or {_BEFORE_THE_STEP}"
     elif "We found a fake tensor in the exported program constant's list" in str(error):
-        what = "it uses the .data of a tensor, which torch.export can't follow"
+        what = "it keeps a tensor of the capture, or uses one of another computation, where torch.export can't follow"
         hint = (
-            "Use x.detach() for x.data; change weights in place in a callback or in the loop, between two steps; and "
-            "make what forward() updates a buffer"
+            "Change weights in place in a callback or in the loop, between two steps; make what forward() updates a "
+            "buffer; and compute gradients (torch.autograd.grad) outside forward()"
         )
     else:
         what = f"{type(error).__name__}: {error}".partition("\n\n")[0]

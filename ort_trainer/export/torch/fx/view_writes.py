@@ -8,6 +8,7 @@ elements between windows become zero, and those in several windows are added up
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Iterator
 from typing import Any
@@ -20,7 +21,10 @@ from .explain import source_line
 from .symbols import hint
 from .values import arguments_of
 
-__all__ = ["bases_of", "refuse_inexact_writes", "refuse_sums_over_windows", "written"]
+__all__ = ["DATA", "bases_of", "refuse_inexact_writes", "refuse_sums_over_windows", "written"]
+
+DATA = "ort_trainer_data"
+"""Key in the custom metadata of a node that stands for the ``.data`` of a tensor."""
 
 aten = torch.ops.aten
 Node = torch.fx.Node
@@ -37,6 +41,32 @@ def refuse_inexact_writes(graph: torch.fx.Graph) -> None:
             for view in bases_of(value):
                 if _is_inexact(view):
                     raise _refused(node, view.target)
+            if any(map(_is_data, bases_of(value))):
+                _refuse_unseen_write(node, value)
+
+
+def _is_data(node: Node) -> bool:
+    """Returns whether a node is the ``.data`` of a tensor."""
+    return node.target is aten.detach.default and bool((node.meta.get("custom") or {}).get(DATA))
+
+
+def _refuse_unseen_write(write: Node, value: Node) -> None:
+    """Raises if a tensor changes through ``.data`` after autograd may have saved it.
+
+    Autograd does not notice such a change. Its backward pass then reads the new value, and that of a graph the former.
+    """
+    *_, base = bases_of(value)
+    saved = base.op == "call_function"
+    for node in itertools.takewhile(lambda node: node is not write, write.graph.nodes):
+        sources = [source for source in node.all_input_nodes if base in bases_of(source)]
+        is_view = base in bases_of(node)
+        saved |= not is_view and any(not any(map(_is_data, bases_of(source))) for source in sources)
+    if saved:
+        raise ExportError(
+            "forward() changes a tensor through .data after it has computed with it, which autograd does not notice: "
+            "change parameters and buffers before they are used or under torch.no_grad(), and compute other tensors "
+            f"anew\n  {source_line(write)}"
+        )
 
 
 def refuse_sums_over_windows(graph: torch.fx.Graph) -> None:

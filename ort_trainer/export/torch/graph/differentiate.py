@@ -269,6 +269,8 @@ def _forget_histories(joint: torch.fx.GraphModule, inputs: Sequence[InputDescrip
     if not forgotten:
         return
     what = forgotten[0].meta["desc"].output.mutated_input
+    if isinstance(what, ParamAOTInput):
+        raise _changed(what)
     name = inputs[what.idx].name if isinstance(what, PlainAOTInput) else what.target.removeprefix("model.")
     if of_call:
         raise ExportError(with_history(name))
@@ -384,12 +386,16 @@ def _sort_mutation(
     if isinstance(mutated, BufferAOTInput):
         result.buffer_updates[canonical[mutated.target]] = node
     elif isinstance(mutated, ParamAOTInput):
-        raise ExportError(
-            f"forward() changes parameter {mutated.target.removeprefix('model.')!r} in place: change parameters "
-            "outside forward(), or make it a buffer"
-        )
+        raise _changed(mutated)
     elif isinstance(mutated, PlainAOTInput):
         result.input_updates[mutated.idx] = node
+
+
+def _changed(parameter: ParamAOTInput) -> ExportError:
+    return ExportError(
+        f"forward() changes parameter {parameter.target.removeprefix('model.')!r} in place: change parameters outside "
+        "forward(), or make it a buffer"
+    )
 
 
 def lift_attributes(joint: torch.fx.GraphModule, constants: dict[torch.fx.Node, torch.Tensor]) -> None:

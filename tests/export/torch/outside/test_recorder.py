@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import enum
 import itertools
 import os
@@ -215,11 +216,18 @@ def test_tensors_outside_that_require_grad_get_it() -> None:
         assert torch.allclose(ORTModule(model, {}, fallback="error")(X), model(X))
 
 
-def test_weights_that_a_run_changes_are_put_back() -> None:
-    def forward(net: Any, h: torch.Tensor) -> torch.Tensor:
-        net.fc.bias.data.add_(1.0)
-        return h
+def _adds_to_a_weight(net: Any, h: torch.Tensor) -> torch.Tensor:
+    net.fc.bias.data.add_(1.0)
+    return h
 
+
+def _replaces_a_weight(net: Any, h: torch.Tensor) -> torch.Tensor:
+    net.fc.bias.data = net.fc.bias.data + 1.0
+    return h
+
+
+@pytest.mark.parametrize("forward", [_adds_to_a_weight, _replaces_a_weight])
+def test_weights_that_a_run_changes_are_put_back(forward: Any) -> None:
     model, reference = Net(forward), Net(forward)
     reference.load_state_dict(model.state_dict())
     wrapped = ORTModule(model)
@@ -227,9 +235,61 @@ def test_weights_that_a_run_changes_are_put_back() -> None:
         wrapped(X), reference(X)
         assert torch.equal(model.fc.bias, reference.fc.bias)
     before = model.fc.bias.detach().clone()
-    with pytest.raises(ExportError, match="it uses the .data of a tensor"):
+    with pytest.raises(ExportError, match="changes a tensor through .data after it has computed with it"):
         trainer_of(model).train_step(X, Y)
     assert torch.equal(model.fc.bias, before)
+
+
+def _reads_data(net: Any, h: torch.Tensor) -> torch.Tensor:
+    return h * net.fc.weight.data.norm() - h.data.mean()
+
+
+def _changes_a_buffer(net: Any, h: torch.Tensor) -> torch.Tensor:
+    net.mean.data.mul_(0.9).add_(h.data.mean(0))
+    return h + net.mean
+
+
+def _replaces_a_buffer(net: Any, h: torch.Tensor) -> torch.Tensor:
+    net.mean.data = net.mean.data * 0.9 + h.data.mean(0)
+    return h + net.mean
+
+
+@pytest.mark.parametrize("forward", [_reads_data, _changes_a_buffer, _replaces_a_buffer])
+def test_data_of_tensors(forward: Any) -> None:
+    """Reading it detaches, changing it changes the buffer."""
+    model = Net(forward)
+    model.register_buffer("mean", torch.zeros(3))
+    reference = copy.deepcopy(model)
+    trainer, optimizer = trainer_of(model), torch.optim.SGD(reference.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(reference(X), Y)
+        loss.backward()
+        optimizer.step()
+        assert float(trainer.train_step(X, Y)[0]) == pytest.approx(loss.item(), rel=1e-5)
+        assert_close(model.mean, reference.mean, 1e-5, "buffer")
+    called = copy.deepcopy(reference)
+    for net in (ORTModule(called, fallback="error"), reference):
+        net.zero_grad()
+        net(X).sum().backward()
+    assert_close(called.fc.weight.grad, reference.fc.weight.grad, 1e-5, "gradient")
+    assert_close(called.mean, reference.mean, 1e-5, "buffer of a call")
+
+
+def _changes_what_was_read(net: Any, h: torch.Tensor) -> torch.Tensor:
+    h = h.exp()
+    h.data.clamp_(max=1.0)
+    return h
+
+
+def test_changes_that_autograd_does_not_notice_are_refused() -> None:
+    model, reference = (Net(_changes_what_was_read) for _ in range(2))
+    reference.load_state_dict(model.state_dict())
+    with pytest.raises(ExportError, match=r"changes a tensor through .data after it has computed with it"):
+        trainer_of(model).train_step(X, Y)
+    for net in (ORTModule(model), reference):
+        net(X).sum().backward()
+    assert torch.equal(model.fc.weight.grad, reference.fc.weight.grad)
 
 
 def _cached_by_size(net: Any, h: torch.Tensor) -> torch.Tensor:
