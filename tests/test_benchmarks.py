@@ -227,9 +227,9 @@ def test_a_steady_step_keeps_its_way_short() -> None:
 def test_an_export_keeps_its_way_short(monkeypatch: pytest.MonkeyPatch) -> None:
     """As above. The notes of what is read, changed, left and kept outside, the names in code, generators of random
     numbers, conditions on values, masks of attention, sizes that depend on values, and kinds of kernels have stations;
-    programs are divided with a walk that others share, and where nodes come from, convolutions and rows have files of
-    their own."""
+    programs are divided with a walk that others share, and where nodes come from, convolutions, rows, and the operators
+    of programs, of which one makes values sizes, have files of their own."""
     monkeypatch.setenv("ORT_TRAINER_CACHE", "off")
     way = importlib.import_module("way").one_export().counts_of_stations
-    assert way["hops"] <= 55, way
-    assert way["files"] <= 47, way
+    assert way["hops"] <= 56, way
+    assert way["files"] <= 48, way

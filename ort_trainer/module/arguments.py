@@ -187,11 +187,13 @@ def refuse_new_buffers(result: Any, before: Mapping[str, torch.Tensor], after: M
     Raises:
         ExportError: If so.
     """
+    replaced = {_memory(buffer): name for name, buffer in after.items() if buffer is not before.get(name)}
     outputs: dict[str, torch.Tensor] = {}
-    flatten("output", result, outputs, objects=True)
-    places = set(map(_memory, outputs.values()))
-    for name, buffer in after.items():
-        if buffer is not before.get(name) and _memory(buffer) in places:
+    if replaced:
+        flatten("output", result, outputs, objects=True)
+    for output in outputs.values():
+        name = replaced.get(_memory(output))
+        if name is not None:
             raise ExportError(
                 f"forward() replaces buffer {name!r}, and returns it or a part of it, where a graph returns a copy: "
                 "return .clone() of it"

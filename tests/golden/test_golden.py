@@ -169,6 +169,9 @@ def test_a_trainer_continues(name: str) -> None:
         found.pop(key, None), expected.pop(key, None)
     if name.startswith("artifacts"):  # PyTorch keeps more of a generator's state than the numbers that it draws
         del found["random"], expected["random"]
+    if "two-processes" in name:  # one process gives a window half the weight
+        expected["window"]["weight"] /= 2
+        expected["gradients"] = {key: value / 2 for key, value in expected["gradients"].items()}
     assert_same_state(found, expected)
     if name == f"trainer-{VERSION}-{RUN_ON[name]}.ortckpt":
         file = io.BytesIO()

@@ -38,7 +38,7 @@ class Branches(nn.Module):
         self.linear, self.uses_value = nn.Linear(6, 6), True
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.uses_value and int(x.sum()) > 0:
+        if self.uses_value and x.detach().sum().numpy() > 0:
             return self.linear(x)
         return -self.linear(x)
 
@@ -52,7 +52,7 @@ def test_a_branch_runs_in_pytorch_with_one_warning(monkeypatch: pytest.MonkeyPat
         for x in (X, -X, X[:3], X.abs()):
             assert_same_gradients(eager, ours, lambda module: module(x).sum().backward())  # noqa: B023 - called at once
     (message,) = of_fallback(record.list)
-    assert "test_fallback.py" in message and "int(x.sum()) > 0" in message and record.list[0].filename == __file__
+    assert "test_fallback.py" in message and "numpy() > 0" in message and record.list[0].filename == __file__
     assert len(tried) == 1  # the other calls are of the same kind
     eager.uses_value = ours.uses_value = False  # another variant of the module has a graph
     close(ours(X), eager(X))

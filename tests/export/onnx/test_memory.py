@@ -71,11 +71,14 @@ def in_bodies() -> onnx.ModelProto:
     for name in NAMES:
         bodies = [
             helper.make_graph(
-                [helper.make_node("Add", [last, f"{name}.{part}"], [f"{name}.{part}.o"])],
+                [
+                    helper.make_node("Cast", [f"{name}.{part}"], [f"{name}.{part}.c"], to=FLOAT),
+                    helper.make_node("Add", [last, f"{name}.{part}.c"], [f"{name}.{part}.o"]),
+                ],
                 "body",
                 [],
                 [helper.make_tensor_value_info(f"{name}.{part}.o", FLOAT, None)],
-                [external(f"{name}.{part}", FLOAT, ELEMENTS)],
+                [external(f"{name}.{part}", TensorProto.INT32, ELEMENTS)],
             )
             for part in "te"
         ]

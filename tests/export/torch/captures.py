@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 
 from ort_trainer.export.torch import ExportedStep
+from ort_trainer.export.torch.capture.answers import answers_of
 from ort_trainer.export.torch.capture.borrow import borrowed
 from ort_trainer.export.torch.capture.capture import capture
 from ort_trainer.export.torch.capture.step_module import StepModule
@@ -26,11 +28,15 @@ def captured(
     training: bool = True,
     loss_fn: Callable[..., Any] | None = None,
     kernels: Kernels = ONNX_RUNTIME,
+    answered: bool = False,
 ) -> FlatGraph:
-    """Captures a model whose first output is the loss."""
+    """Captures a model whose first output is the loss; if ``answered``, with the sample's answers to conditions."""
     desc = {"inputs": [(name, list(shape)) for name, shape in shapes.items()], "outputs": [("loss", [], True)]}
     trainable = frozenset(name for name, parameter in model.named_parameters() if parameter.requires_grad)
     step = ExportedStep(model, ModelDescription(desc), loss_fn, trainable)
+    if answered:
+        answers = answers_of(step, dict(zip(shapes, sample, strict=True)), training)
+        step = dataclasses.replace(step, answers=answers)
     module = StepModule(step)
     with borrowed(module, {f"model.{name}" for name in trainable} if training else set(), training, None):
         inputs = step.description.inputs

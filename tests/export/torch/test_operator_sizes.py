@@ -126,7 +126,7 @@ class Called(nn.Module):
 def fixed(operators: Collection[Any], selects: bool) -> dict[str, int]:
     """Returns the sizes for which alone a graph of calls for PyTorch's kernels would be."""
     shapes = {"x": ("batch", 4, "height", "width")}
-    graph = captured(Called(operators, selects), shapes, torch.randn(6, 4, 7, 8), kernels=PROGRAMS)
+    graph = captured(Called(operators, selects), shapes, torch.randn(6, 4, 7, 8), kernels=PROGRAMS, answered=selects)
     return dict(graph.symbols.fixed)
 
 

@@ -145,7 +145,13 @@ class Branches:
         import sympy  # slow
         from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
         from torch._subclasses.functional_tensor import FunctionalTensor
-        from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
+        from torch.fx.experimental.symbolic_shapes import (
+            GuardOnDataDependentSymNode,
+            ShapeEnv,
+            uninteresting_files,
+        )
+
+        uninteresting_files().add(__file__)  # or torch would take evaluate() for the line that caused a condition
 
         def evaluate(environment: ShapeEnv, expression: Any, *args: Any, **kwargs: Any) -> Any:
             try:
