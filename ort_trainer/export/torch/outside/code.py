@@ -8,7 +8,7 @@ import sys
 import types
 from collections.abc import Iterator
 
-__all__ = ["LIBRARIES", "globals_of", "imports_of", "is_users", "names_of"]
+__all__ = ["LIBRARIES", "assigned_in", "globals_of", "imports_of", "is_users", "names_of"]
 
 LIBRARIES = frozenset({"torch", "numpy", "sympy", "ort_trainer", "torchgen", "functorch", "_pytest", "pluggy"})
 """Libraries whose settings are not watched; pytest rewrites assertions so that they read its own state."""
@@ -41,6 +41,13 @@ def globals_of(code: types.CodeType) -> frozenset[str]:
         each.argval for each in dis.get_instructions(code) if "GLOBAL" in each.opname or each.opname == "LOAD_NAME"
     }
     return frozenset(names).union(_texts(code, {"globals"}), *map(globals_of, _inner(code)))
+
+
+@functools.lru_cache(maxsize=4096)
+def assigned_in(code: types.CodeType) -> frozenset[str]:
+    """Returns the names of the attributes that code may assign; slow."""
+    names = {each.argval for each in dis.get_instructions(code) if each.opname == "STORE_ATTR"}
+    return frozenset(names).union(_texts(code, {"setattr", "__setattr__"}), *map(assigned_in, _inner(code)))
 
 
 @functools.lru_cache(maxsize=4096)

@@ -30,7 +30,7 @@ from torch import nn
 
 from ....core.errors import ExportError
 from .changes import HOOKS, OF_EVERY_MODULE, Copies, WritesToParameters
-from .code import LIBRARIES, globals_of, imports_of, is_users, names_of
+from .code import LIBRARIES, assigned_in, globals_of, imports_of, is_users, names_of
 from .containers import CHANGEABLE, copied, has_same_parts
 from .generators import is_generator
 from .leftovers import Code, Leftovers, encode
@@ -259,7 +259,26 @@ class Recorder:
                     "strings or containers of them, or keep it elsewhere than in forward() and the loss"
                 ) from None
         self.leftovers = Leftovers(tuple(writes), len(tensors))
+        self._note_assigned({place for place, _ in writes})
         return tuple(tensors)
+
+    def _note_assigned(self, changed: set[Place]) -> None:
+        """Records attributes as read that the run may have assigned the value that they had, as no copy shows that.
+
+        Otherwise a user who changes such an attribute later would not see it assigned again.
+        """
+        codes = [value.__code__ for value, _ in self._met.values() if type(value) is types.FunctionType]
+        for owner, place in self._met.values():
+            try:
+                values = attributes_of(owner)
+            except AttributeError:  # it has slots only
+                continue
+            for name in self._names & values.keys() - OF_EVERY_MODULE:
+                inner: Place = (*place, Access("attribute", name))
+                if inner in self.reads or inner in changed or inner in self._numbers or not is_plain(values[name]):
+                    continue
+                if any(name in assigned_in(code) for code in codes if name in names_of(code)):
+                    self.reads[inner] = values[name]
 
     def _refuse_what_no_graph_does(self) -> None:
         """Raises an error for changes of arrays, reads of iterators, and random numbers that are not PyTorch's."""
