@@ -25,13 +25,14 @@ from ..cache import Export, export_cache
 from .capture.answers import answers_of
 from .capture.borrow import BORROWED
 from .capture.branches import ValuesAsked
-from .capture.eager import EagerStep, evaluate_eagerly, run_eagerly
+from .capture.eager import EagerStep, evaluate_eagerly, exchanges_modules, run_eagerly
 from .capture.isolation import can_differentiate, can_isolate, run_in_child
 from .capture.step_module import ExportedStep
 from .capture.torch_versions import is_tested
 from .compile_later import Compilation, objection
 from .lower.kinds import PROGRAMS, kinds
 from .outside.notes import Notes
+from .outside.recorder import PartsExchanged
 
 if TYPE_CHECKING:
     import onnx
@@ -64,6 +65,7 @@ class GraphBuilder:
         contrib_ops: Whether that pass may add operators that are not standard ONNX.
         cached: Whether to cache exports on disk.
         depends_on_modes: Called after an export of a training graph with the modules whose mode it depends on.
+        exchanged: Called when the model has exchanged modules in a run for an export; None if that must not happen.
         noted: Called after an export with the notes of what it reads and leaves outside, if the step carries that.
         tolerates: Called with a message about an option without effect on the model; False raises it as an error.
     """
@@ -74,6 +76,7 @@ class GraphBuilder:
     cached: bool = True
     tolerates: Callable[[str], bool] | None = None
     depends_on_modes: Callable[[Collection[nn.Module]], None] | None = None
+    exchanged: Callable[[], None] | None = None
     noted: Callable[[Notes, bool], None] | None = None
 
     def build(
@@ -175,6 +178,11 @@ class GraphBuilder:
                 # In this process, so that what the model raises for the batch is the user's as it is.
                 step = dataclasses.replace(self.step, answers=answers_of(self.step, batch, training))
                 return dataclasses.replace(self, step=step)._build(batch, training)
+        except PartsExchanged:
+            if self.exchanged is None or not exchanges_modules(self.step, batch, training):
+                raise
+            self.exchanged()
+            return dataclasses.replace(self, exchanged=None)._exported(batch, training, branching)
         except IdleOptionError as error:
             if self.tolerates is None or not self.tolerates(f"this option has no effect: {error}"):
                 raise

@@ -251,6 +251,7 @@ class TorchSource(ModelSource):
             cached=self._options.utils.cache_exports,
             tolerates=self._options.tolerates,
             depends_on_modes=self._guard.depends_on_modes,
+            exchanged=self._guard.take_exchanged_modules,
             noted=self._guard.noted,
         )
 

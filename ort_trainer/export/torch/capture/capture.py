@@ -17,12 +17,14 @@ from unittest import mock
 import sympy
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch import nn
 from torch.autograd import graph as autograd_graph
 from torch.autograd.function import BackwardCFunction
 from torch.fx import traceback as fx_traceback
 from torch.fx.experimental.proxy_tensor import _ModuleStackTracer
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import checkpoint as checkpointing
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ....core.errors import ExportError
 from ....options import InputDescription
@@ -46,6 +48,7 @@ CHECKPOINT = "ort_trainer_checkpoint"
 # The names of autograd functions that torch.library makes for the backward passes of operators begin with this.
 _OF_OPERATORS = "GeneratedBackwardFor_"
 _DATA: Any = torch.Tensor.data
+_APPLY: Callable[..., nn.Module] = nn.Module._apply
 _TORCH = str(Path(torch.__file__).parent)
 _OURS = str(Path(__file__).parents[3])
 # Model code within torch: batch norm in training, for example, refuses a single value per channel.
@@ -164,6 +167,7 @@ def exportable_functions() -> Iterator[None]:
             stack.enter_context(mock.patch.object(module, name, function))
         stack.enter_context(mock.patch.object(torch.fx.graph, "_format_target", _attribute))
         stack.enter_context(mock.patch.object(torch.Tensor, "data", property(_data, _set_data)))
+        stack.enter_context(mock.patch.object(nn.Module, "_apply", _applied))
         yield
 
 
@@ -184,6 +188,19 @@ def _set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
         return
     with fx_traceback.annotate({DATA: True}):
         tensor.detach().copy_(value.detach())
+
+
+def _applied(module: nn.Module, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+    """Stands for what ``module.to()``, ``float()`` and so on call: in a capture, tensors of a module can't be replaced.
+
+    A model that calls them in each forward() has what it asks for from then on, so they change nothing.
+    """
+    with _disable_current_modes():
+        kinds = {(tensor.dtype, tensor.device) for tensor in (*module.parameters(recurse), *module.buffers(recurse))}
+        empty = [torch.empty(0, dtype=dtype, device=device) for dtype, device in kinds]
+        if all(function(tensor) is tensor for tensor in empty):
+            return module
+    return _APPLY(module, function, recurse)
 
 
 def _attribute(base: str, target: str) -> str:

@@ -18,6 +18,7 @@ __all__ = [
     "EagerStep",
     "coarsest",
     "evaluate_eagerly",
+    "exchanges_modules",
     "gradient_of",
     "put_buffers_back",
     "random_state",
@@ -146,6 +147,35 @@ def evaluate_eagerly(
         fast_path_disabled(),
     ):
         return module(*sample), torch.finfo(rounding).eps
+
+
+def exchanges_modules(step: ExportedStep, batch: Mapping[str, torch.Tensor], training: bool) -> bool:
+    """Runs a step in PyTorch, and keeps the modules that it exchanges for others with the same parameters and buffers.
+
+    BigBird does that for short texts. Nothing else of the run stays, except for the attributes that remember it.
+
+    Returns:
+        Whether there are such modules.
+    """
+    module, sample, _ = _prepared(step, batch)
+    before = _tensors(step.model)
+    with (
+        random_state_kept(step.device_for(sample)),
+        borrowed(module, (), training, step.modes if training else None),
+        torch.no_grad(),
+        step.autocast_for(sample),
+        module.recorder.running(),
+    ):
+        module.run(*sample)
+        exchange, are_same = module.recorder.exchange(), _tensors(step.model) == before
+    if are_same:
+        exchange()
+    return are_same
+
+
+def _tensors(model: nn.Module) -> dict[str, int]:
+    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    return {name: id(tensor) for name, tensor in named}
 
 
 def _prepared(

@@ -17,12 +17,13 @@ import torch
 
 from ....core.errors import ExportError, IdleOptionError
 from ....core.forked import end, forked
+from ..outside.recorder import PartsExchanged
 from .branches import ValuesAsked
 
 __all__ = ["can_differentiate", "can_isolate", "run_in_child"]
 
 _ERRORS: dict[str, type[Exception]] = {
-    kind.__name__: kind for kind in (ExportError, IdleOptionError, TypeError, ValueError, ValuesAsked)
+    kind.__name__: kind for kind in (ExportError, IdleOptionError, PartsExchanged, TypeError, ValueError, ValuesAsked)
 }
 
 # A child that uses no CPU time for this long is stuck.
@@ -64,7 +65,7 @@ def run_in_child(
         must do the work itself.
 
     Raises:
-        IdleOptionError, TypeError, ValueError, ValuesAsked: If the function raised one of these.
+        IdleOptionError, PartsExchanged, TypeError, ValueError, ValuesAsked: If the function raised one of these.
         ExportError: If the function raised any other exception.
     """
     sys.stdout.flush()

@@ -129,6 +129,10 @@ class Guard:
         with BORROWED:
             self._model.check_exportable()
 
+    def take_exchanged_modules(self) -> None:
+        """Takes the modules that a run for an export has put in the place of others."""
+        self._model.take_exchanged_modules()
+
     def depends_on_modes(self, modules: Collection[nn.Module]) -> None:
         """Records which modules' modes the graph of the current variant depends on."""
         for watch in self._modules:
@@ -164,10 +168,6 @@ class ModelWatch:
         self._asked = _requires_grad if for_calls else _requires_grad_and_hooks
         self.may_train = frozenset(trainable)
         self._frozen = frozenset(frozen)
-        self._modules = _modules(model)
-        self._dicts = [module.__dict__ for _, module in self._modules]
-        self._hooks = [values[kind] for values in (*self._dicts, GLOBAL_HOOKS) for kind in (*HOOKS, *BACKWARD_HOOKS)]
-        self._buffers = {name: list(module._buffers) for name, module in self._modules}
         self._canonical = canonical_names(model)
         self._numbers = itertools.count()
         # What training and evaluation graphs depend on -> the number of the variant.
@@ -180,11 +180,26 @@ class ModelWatch:
         self.trainable: frozenset[str] = frozenset()
         self.last_change = ""
         self._parameters = dict(model.named_parameters())
+        self._take_modules()
+
+    def _take_modules(self) -> None:
+        self._modules = _modules(self._model)
+        self._dicts = [module.__dict__ for _, module in self._modules]
+        self._hooks = [values[kind] for values in (*self._dicts, GLOBAL_HOOKS) for kind in (*HOOKS, *BACKWARD_HOOKS)]
+        self._buffers = {name: list(module._buffers) for name, module in self._modules}
         self._parts = self._parts_of_now()
         self._states = list(map(_parameter_state, self._parameters.values()))
         self._settings = self._settings_of_now()
         self._number(self._settings)
         self._compile()
+
+    def take_exchanged_modules(self) -> None:
+        """Takes the modules that the first run of the current variant has put in the place of others."""
+        current = self._current
+        self._take_modules()
+        self._trained = {(self._modes_of_now(), *self._key): current[True]}
+        self._evaluated = {self._key[1]: current[False]}
+        self._current = current
 
     def variant(self, training: bool) -> int:
         """Returns the number of the model's current variant.

@@ -157,12 +157,16 @@ class Copies:
     @property
     def has_other_parts(self) -> bool:
         """Whether the run has made or replaced modules, parameters or buffers."""
-        return any(not has_same_parts(now, before) for now, before in self._parts)
+        return bool(self.other_parts())
 
     @property
     def has_other_hooks(self) -> bool:
         """Whether the run has made or replaced hooks."""
         return any(not has_same_parts(now, before) for now, before in self._hooks)
+
+    def other_parts(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+        """Returns the dicts of parts that the run has changed, each with a copy, as :meth:`restore` changes them."""
+        return [(now, dict(now)) for now, before in self._parts if not has_same_parts(now, before)]
 
     def changes(self) -> Iterator[Change]:
         """Yields what the run has changed, except for parts of modules."""

@@ -21,7 +21,7 @@ import sys
 import threading
 import types
 import weakref
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from torch import nn
 from ....core.errors import ExportError
 from .changes import HOOKS, OF_EVERY_MODULE, Copies, WritesToParameters
 from .code import LIBRARIES, assigned_in, globals_of, imports_of, is_users, names_of
-from .containers import CHANGEABLE, copied, has_same_parts
+from .containers import CHANGEABLE, copied, has_same_parts, refill
 from .generators import is_generator
 from .leftovers import Code, Leftovers, encode
 from .notes import Notes
@@ -39,7 +39,7 @@ from .numbers import Expression, Growing, Number, Uses, places_of, text_of
 from .places import MISSING, Access, Place, attributes_of, described, in_cell, of_class, read, write
 from .values import CONTAINERS, MEMORIES, VIEWS, frozen, is_plain, is_watched, parts_of
 
-__all__ = ["Pair", "Recorder"]
+__all__ = ["Pair", "PartsExchanged", "Recorder"]
 
 _TORCH = str(Path(torch.__file__).parent)
 _OURS = str(Path(__file__).parents[1])  # the exporter
@@ -56,6 +56,10 @@ _NOT_CALLED |= {"__getattribute__"}
 _NAMESPACES = (types.SimpleNamespace, threading.local)
 # Kinds of steps to what can be replaced for a run.
 _REPLACEABLE = frozenset({"attribute", "global", "cell", "item", "entry", "key"})
+
+
+class PartsExchanged(ExportError):
+    """A run has made or replaced modules, parameters or hooks."""
 
 
 class Pair(nn.Module):
@@ -307,14 +311,14 @@ class Recorder:
         They are not left, as the hooks are not: each capture begins without both, so the model registers them again.
 
         Raises:
-            ExportError: If the run has made other parts, or hooks without such an attribute, as then every run does.
+            PartsExchanged: If the run has made other parts, or hooks without such an attribute, as then every run does.
         """
         flags: set[Place] = set()
         if self._copies.has_other_hooks:
             places = [change.place for change in self._copies.changes() if change.now is True]
             flags = {place for place in places if isinstance(read(self._root, place[:-1]), nn.Module)}
         if self._copies.has_other_parts or (self._copies.has_other_hooks and not flags):
-            raise ExportError(
+            raise PartsExchanged(
                 f"forward() of {type(self._root.model).__name__} makes or replaces modules, parameters or hooks, "
                 "which a graph can't do: run the model once before"
             )
@@ -323,6 +327,19 @@ class Recorder:
     def replaced(self) -> dict[Place, Any]:
         """Returns the former values at the places that the run has changed so far; another run can begin with them."""
         return {change.place: change.before for change in self._copies.changes()}
+
+    def exchange(self) -> Callable[[], None]:
+        """Returns what repeats, after the run, its exchange of modules, and the flags that say so."""
+        flags = [(c.place, c.now) for c in self._copies.changes() if isinstance(c.now, (bool, str, type(None)))]
+        parts = self._copies.other_parts()
+
+        def again() -> None:
+            for now, then in parts:
+                refill(now, then)
+            for place, value in flags:
+                write(self._root, place, value)
+
+        return again
 
     def written(self, result: Any) -> tuple[torch.Tensor, ...]:
         """Encodes a module's return value, in :attr:`result`, and returns the tensors in it.

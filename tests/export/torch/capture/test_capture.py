@@ -136,3 +136,17 @@ def test_the_model_may_go_on_after_an_error_in_a_submodule() -> None:
     tensors = {name: value.detach().clone() for name, value in model.named_parameters()}
     found = captured(model, SHAPES, X, LABEL, training=False)
     torch.testing.assert_close(run(found, tensors, X, LABEL), {"loss": model(X, LABEL).detach()})
+
+
+class _Cast(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(3, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.fc = self.fc.to(x.dtype)  # as Switch Transformers does
+        return self.fc.float()(x).sum()
+
+
+def test_a_module_that_is_cast_to_what_it_is() -> None:
+    assert set(captured(_Cast(), {"x": ["batch", 3]}, torch.randn(5, 3)).gradients) == {"fc.weight", "fc.bias"}

@@ -22,7 +22,7 @@ from torch.nn.utils.parametrizations import spectral_norm
 
 from ort_trainer import ExportError, ORTModule, ORTTrainer, ORTTrainerOptions, optim
 
-from ....helpers import assert_close
+from ....helpers import assert_close, assert_same_weights
 from .programs import in_a_loop
 
 X, Y = torch.randn(4, 6), torch.randint(3, (4,))
@@ -70,6 +70,31 @@ def test_what_a_graph_can_not_do_is_refused_with_its_place(model: Net, message: 
     with pytest.raises(ExportError, match=message):
         trainer_of(model).train_step(X, Y)
     assert (set(vars(model)), list(model._modules)) == before
+
+
+def _exchanges(net: Any, h: torch.Tensor) -> torch.Tensor:
+    if net.kind == "sparse":  # as BigBird does for a short text: another module around the same layers
+        dense = nn.Sequential(net.part[0], nn.ReLU())
+        net.kind, net.part = "dense", dense
+    net.__dict__["calls"].append(1)
+    return net.part(h)
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_modules_that_the_first_step_exchanges(evaluates: bool) -> None:
+    models = [Net(_exchanges, kind="sparse", part=nn.Sequential(nn.Linear(3, 3), nn.Tanh()), calls=[]) for _ in "12"]
+    models[1].load_state_dict(models[0].state_dict())
+    trainer, sgd = trainer_of(models[0]), torch.optim.SGD(models[1].parameters(), lr=0.1)
+    if evaluates:
+        trainer.eval_step(X, Y)
+    for step in range(3):
+        loss = F.cross_entropy(models[1](X), Y)
+        sgd.zero_grad()
+        loss.backward()
+        sgd.step()
+        assert_close(trainer.train_step(X, Y)[0], loss.detach(), 1e-6, f"loss {step}")
+        assert (models[0].kind, len(models[0].calls)) == ("dense", step + 1)
+    assert_same_weights(trainer, models[1], 1e-6)
 
 
 _numbers = itertools.count()
