@@ -16,8 +16,8 @@ from unittest import mock
 
 import sympy
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import graph as autograd_graph
 from torch.autograd.function import BackwardCFunction
 from torch.fx import traceback as fx_traceback
