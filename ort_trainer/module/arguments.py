@@ -34,7 +34,7 @@ __all__ = [
     "links",
     "merged",
     "private",
-    "refuse_new_buffers",
+    "refuse_replaced_buffers",
     "refuse_other_gradients",
     "refuse_shared_memory",
     "refuse_subclasses",
@@ -177,8 +177,10 @@ def refuse_shared_memory(leaves: Mapping[str, torch.Tensor], state: Sequence[tor
         )
 
 
-def refuse_new_buffers(result: Any, before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor]) -> None:
-    """Raises if a result shares memory with a buffer that the call has replaced: a graph changes the former one.
+def refuse_replaced_buffers(result: Any, before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor]) -> None:
+    """Raises if a buffer that the call has replaced requires grad, or shares memory with a result.
+
+    A graph changes the former buffer instead.
 
     Args:
         result: The result of a call.
@@ -188,6 +190,9 @@ def refuse_new_buffers(result: Any, before: Mapping[str, torch.Tensor], after: M
         ExportError: If so.
     """
     replaced = {_memory(buffer): name for name, buffer in after.items() if buffer is not before.get(name)}
+    for name in replaced.values():
+        if after[name].requires_grad and (name not in before or not before[name].requires_grad):
+            raise ExportError(with_history(name))
     outputs: dict[str, torch.Tensor] = {}
     if replaced:
         flatten("output", result, outputs, objects=True)

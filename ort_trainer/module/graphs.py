@@ -48,7 +48,7 @@ from .arguments import (
     links,
     merged,
     private,
-    refuse_new_buffers,
+    refuse_replaced_buffers,
     refuse_other_gradients,
     refuse_shared_memory,
     refuse_subclasses,
@@ -578,7 +578,7 @@ class CallGraphs:
             torch.set_grad_enabled(with_grad),
         ):
             result = self._module(*args, **kwargs)
-            refuse_new_buffers(result, buffers, dict(self._module.named_buffers()))
+            refuse_replaced_buffers(result, buffers, dict(self._module.named_buffers()))
         at = dict(zip(layouts, (*range(len(positional)), *named), strict=True))
         keys = filled(layouts, values, began, copies, self._changing)
         entries = tuple(Entries(at[name], *of_name) for name, of_name in keys.items())

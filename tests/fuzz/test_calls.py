@@ -35,6 +35,7 @@ EACH = ("results[1].square().sum().backward()", "results[0].square().sum().backw
         (Case((), ("x * self.w", "c * self.w"), EACH, kernels="onnxruntime"), "refused"),
         # New values with a history, and hooks that would stay, are left to PyTorch.
         (Case(("self.m.mul_(0.9).add_(self.w * 0.1)",), ("self.a(x)",), ALL), "in PyTorch"),
+        (Case(("self.m = self.m * 0.9", "self.m[:, 0].add_(self.w[0])"), ("self.a(x)",), ALL), "in PyTorch"),
         (Case(("c.add_(self.w)",), ("self.w.relu()",), ALL), "in PyTorch"),
         (Case(("self.m = self.m * 0.9 + x.detach()",), ("self.m",)), "in PyTorch"),
         (Case(("self.w.register_hook(lambda g: g * 2)",), ("x * self.w",), ALL), "in PyTorch"),
