@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -12,7 +12,7 @@ from ..core.errors import shown, warn
 from ..engine.ownership import own_copies
 from ..optim import OptimizerConfig
 from ..options import ModelDescription, ORTTrainerOptions
-from ..step import Step
+from ..step import RandomInput, Step
 from .nested import Layout
 
 if TYPE_CHECKING:
@@ -46,11 +46,12 @@ class Builder(Protocol):
         fetched: Sequence[str] | None = None,
         padded: bool = False,
         branching: bool = False,
+        anew: bool = False,
     ) -> Step:
         """Returns the training or evaluation graph for a sample batch, best for runs that fetch some outputs.
 
         If ``padded``, it computes padded places, whatever the options say. ``branching`` says that the model has
-        branches on values.
+        branches on values, and ``anew`` that a kept export does not serve.
         """
         ...
 
@@ -66,7 +67,14 @@ class Builder(Protocol):
         ...
 
     def eager(
-        self, batch: Named, tensors: Named, scale: float, state: torch.Tensor | None, shake: int | None = None
+        self,
+        batch: Named,
+        tensors: Named,
+        scale: float,
+        state: torch.Tensor | None,
+        random: Iterable[RandomInput] = (),
+        shake: int | None = None,
+        backward: bool = True,
     ) -> EagerStep:
         """Returns the results of a training step of the model itself; see ``export/torch/capture/eager.py``."""
         ...

@@ -34,8 +34,8 @@ __all__ = [
     "links",
     "merged",
     "private",
-    "refuse_replaced_buffers",
     "refuse_other_gradients",
+    "refuse_replaced_buffers",
     "refuse_shared_memory",
     "refuse_subclasses",
     "without_histories",
@@ -67,6 +67,15 @@ def layout_of(value: torch.Tensor) -> tuple[int, ...]:
     strides = value.stride()
     order = dense_order(value.shape, strides)
     return (-1, *strides) if order is None else order
+
+
+def like_given(value: torch.Tensor) -> torch.Tensor:
+    """Returns a copy of an argument that requires grad if it does, whatever the mode, and is a leaf if it is one."""
+    copied = clone(value.detach()).requires_grad_(value.requires_grad)
+    if value.is_leaf:
+        return copied
+    with torch.enable_grad():
+        return clone(copied)
 
 
 def clone(value: torch.Tensor) -> torch.Tensor:
@@ -178,7 +187,7 @@ def refuse_shared_memory(leaves: Mapping[str, torch.Tensor], state: Sequence[tor
 
 
 def refuse_replaced_buffers(result: Any, before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor]) -> None:
-    """Raises if a buffer that the call has replaced requires grad, or shares memory with a result.
+    """Raises if a buffer that the call has replaced requires grad, or if it or the former shares memory with a result.
 
     A graph changes the former buffer instead.
 
@@ -196,13 +205,12 @@ def refuse_replaced_buffers(result: Any, before: Mapping[str, torch.Tensor], aft
     outputs: dict[str, torch.Tensor] = {}
     if replaced:
         flatten("output", result, outputs, objects=True)
-    for output in outputs.values():
-        name = replaced.get(_memory(output))
-        if name is not None:
-            raise ExportError(
-                f"forward() replaces buffer {name!r}, and returns it or a part of it, where a graph returns a copy: "
-                "return .clone() of it"
-            )
+    replaced |= {_memory(before[name]): name for name in replaced.values() if name in before}
+    for name in (replaced[_memory(output)] for output in outputs.values() if _memory(output) in replaced):
+        raise ExportError(
+            f"forward() replaces buffer {name!r}, and returns it or a part of it, where a graph returns a copy: return "
+            ".clone() of it"
+        )
 
 
 def private(layout: Layout) -> Layout:
@@ -303,12 +311,13 @@ class Link:
         tensors[self.place] = source.detach() if self.detached else source
 
 
-def links(outputs: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> list[Link]:
+def links(outputs: Sequence[torch.Tensor], values: Sequence[torch.Tensor], with_grad: bool = True) -> list[Link]:
     """Returns the links of a call's results.
 
     Args:
         outputs: The results of a run.
         values: Parameters, buffers and inputs of that run.
+        with_grad: Whether it ran with gradients.
 
     Raises:
         ExportError: If a result shares a part of its memory with another tensor.
@@ -325,6 +334,11 @@ def links(outputs: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> li
             if not _overlap(value, output):
                 continue
             held, wanted = _whole_order(value), _whole_order(output)
+            if with_grad and output.requires_grad and output.is_leaf and value is not output:
+                raise ExportError(
+                    "forward() returns a view of a parameter or an argument that was made under torch.no_grad() and "
+                    "requires grad by itself, so its gradient is lost: detach() it, or make it with gradients"
+                )
             if value is output:
                 shared.append(Link(place, source, of_values))
             elif (

@@ -42,14 +42,14 @@ from ..step import Step
 from .arguments import (
     Link,
     check_links,
-    clone,
     filled,
     layout_of,
+    like_given,
     links,
     merged,
     private,
-    refuse_replaced_buffers,
     refuse_other_gradients,
+    refuse_replaced_buffers,
     refuse_shared_memory,
     refuse_subclasses,
     without_histories,
@@ -402,7 +402,7 @@ class CallGraphs:
         assert watch is not None  # find() has created it: the key has its variant
         device = _device_of([*leaves.values(), *module.parameters(), *module.buffers()])
         refuse_subclasses(leaves)
-        copies = {name: clone(value) for name, value in leaves.items()}
+        copies = {name: like_given(value) for name, value in leaves.items()}
         result, entries, returned = self._result(positional, dict(named), copies, device, with_grad)
         if entries and options.debug.verify_every:
             raise ExportError(
@@ -456,8 +456,9 @@ class CallGraphs:
         self._outside.update(self._reads.carried(owned=False))
         state = [(self._outside, name) if name in outside else self._place(name) for name in forward.state]
         taken = [*(owner[name] for owner, name in state), *copies.values()]
-        linked = links(outputs, taken)
-        refuse_other_gradients(outputs, {at for part in passes.parts for at in part}, linked)
+        linked = links(outputs, taken, with_grad)
+        differentiable = {at for part in passes.parts for at in part} if passes.trained else set()
+        refuse_other_gradients(outputs, differentiable, linked)
         changes_inputs = bool(forward.input_updates)
         results = self._results(result, notes)
         root = Root(module, None, self._arguments)

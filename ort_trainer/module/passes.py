@@ -89,6 +89,10 @@ class Passes:
         """Returns the smallest backward pass that takes the gradients of the outputs at these places."""
         return next((backward for backward in self._backward if places <= backward.takes), self._backward[-1])
 
+    def reached(self, places: Collection[int]) -> set[int]:
+        """Returns which of the trained values get gradients from the outputs at these places."""
+        return {at for at, depends in enumerate(self._backward[-1].depends) if not depends.isdisjoint(places)}
+
     @functools.cached_property
     def groups(self) -> list[list[int]]:
         """The trained values as groups, in the order in which the backward pass computes their gradients."""
@@ -140,6 +144,11 @@ class _Backward:
     @functools.cached_property
     def _runner(self) -> GraphRunner:
         return self._load(self._step)
+
+    @property
+    def depends(self) -> list[frozenset[int]]:
+        """For each trained value, the places of the outputs whose gradients its own depends on."""
+        return [depends for _, depends in self._results]
 
     def groups(self) -> list[list[int]]:
         """Returns the trained values grouped by the program that computes their gradients, in the programs' order."""
@@ -290,7 +299,10 @@ class SizedPasses:
             outputs, saved = run()
         results = list(outputs)
         for places in parts:
-            of_part = _Function.apply(self, lambda: (outputs, saved), places, check, *trained)  # type: ignore[no-untyped-call]
+            # Autograd also visits what a value was computed from if its gradient is None.
+            reached = self.passes.reached(places)
+            taken = [value if at in reached else value.detach() for at, value in enumerate(trained)]
+            of_part = _Function.apply(self, lambda: (outputs, saved), places, check, *taken)  # type: ignore[no-untyped-call]
             for place, output in zip(places, of_part, strict=True):
                 results[place] = output
         return tuple(results)

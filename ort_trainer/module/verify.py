@@ -14,6 +14,7 @@ from ..export.nested import flatten, rebuild
 from ..export.torch.capture.borrow import BORROWED, borrowed
 from ..export.torch.capture.eager import (
     coarsest,
+    dropping_as,
     gradient_of,
     put_buffers_back,
     random_state,
@@ -22,7 +23,7 @@ from ..export.torch.capture.eager import (
     shaken,
     with_values,
 )
-from ..export.torch.differences import WHY_DIFFERENT, check_comparable, gradient_floor, not_run, report
+from ..export.torch.differences import WHY_DIFFERENT, gradient_floor, not_run, report
 from ..export.torch.outside.places import Place
 from ..export.torch.outside.recorder import Pair, Recorder
 from .graphs import Call, ExportedGraphs
@@ -52,10 +53,8 @@ class CallVerifier:
             args, kwargs: The arguments of the call.
 
         Raises:
-            ValueError: If the graph draws other random numbers than PyTorch.
             VerificationError: If a result differs. Buffers and random state are then as before the call.
         """
-        check_comparable(graphs.passes.step.random, self._every)
         if (self._count + 1) % self._every:
             self._count += 1
             return graphs.result(call(values), values)
@@ -143,6 +142,7 @@ class _EagerCall:
         with (
             BORROWED,
             random_state_kept(self._device, self._state),
+            dropping_as(self._graphs.passes.step.random, self._device),
             with_values(module, tensors, epsilon, shake) as held,
             borrowed(module, self._trainable, module.training, self._modes),
             recorder.running(),

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..core.errors import ValueBranchError
+from ..core.errors import ValueBranchError, VerificationError
 from ..core.indices import check_indices
 from ..core.interrupts import uninterrupted
 from ..core.threads import OneThread
@@ -228,8 +228,6 @@ class TrainingLoop:
             plan = self.start(batch, training, names, backward)
         if self.losses is not None and training and backward:
             self.losses.check_fetched(names, plan.runner.step.loss)
-        if self._verifier is not None and training and backward:
-            self._verifier.check_comparable(plan.runner.step)
         if plan.indices and self._checks_indices:
             self._check_indices(plan, batch)
         if self._padding is not None and training and backward:
@@ -312,7 +310,7 @@ class TrainingLoop:
         if self.optimizer.shows_gradients:
             self._release_shown(executor)
         factor = window.factor(weight, scale)
-        check = self._check(batch, factor) if self._verifier is not None or self.losses is not None else None
+        check = self._check(plan, batch, factor) if self._verifier is not None or self.losses is not None else None
         plan, outputs = self._on_its_branch(
             lambda plan: executor.train(plan, batch, loss_scale=factor, check=check), plan, batch, transaction
         )
@@ -335,18 +333,18 @@ class TrainingLoop:
             self.graphs.leave(*executor.left)
             executor.left = None
 
-    def _check(self, batch: Batch, scale: float) -> Check | None:
+    def _check(self, plan: Plan, batch: Batch, scale: float) -> Check | None:
         """Returns what checks the results of a run before it takes effect; None for nothing.
 
         Args:
-            batch: The batch.
+            plan, batch: From :meth:`bind`.
             scale: The factor on the loss in the backward pass.
         """
         losses = None if self.losses is None else self.losses.check
         if self._verifier is None:
             return losses
         assert self._executor is not None
-        verify = self._verifier.begin(self._executor, batch, scale, self.info.step + 1)
+        verify = self._verifier.begin(self._executor, batch, scale, self.info.step + 1, plan.runner.step)
         if losses is None or verify is None:
             return verify or losses
 
@@ -411,6 +409,9 @@ class TrainingLoop:
                 refused.append(plan.runner.whole)
                 if is_new or len(refused) == _MAXIMUM_BRANCHES:
                     raise ValueBranchError(f"{error}\n{_why_no_other_graph(refused, is_new)}") from None
+            except VerificationError as error:
+                if self._verifier is None or not self._verifier.renews(error):
+                    raise
             except RuntimeError as error:
                 if plan.runner.step.programs is None and not self._checks_indices:
                     # ONNX Runtime names neither the input nor, for some operators, the value.
@@ -486,7 +487,7 @@ class TrainingLoop:
             executor, strategy = self._executor, self.strategy
             assert executor is not None
             transaction.begin(executor, plan.runner.step)
-            check = self._check(batch, self.precision.loss_scale)
+            check = self._check(plan, batch, self.precision.loss_scale)
             outputs, gradients = self.gradients_of(plan, batch, check, transaction)
             self._leave(executor)
             transaction.commit()

@@ -6,7 +6,7 @@ import functools
 import logging
 import math
 import numbers
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from ..export.nested import Layout, argument_of, constants_of, flatten, has_tens
 from ..export.torch.capture.eager import EagerStep
 from ..export.torch.compile_later import Compilation, Compilations
 from ..options import ModelDescription
-from ..step import Step
+from ..step import RandomInput, Step
 from .batch import Batch, InputTypeError, check_batch, read_batch, to_tensor, unpack
 
 __all__ = ["StepGraphs"]
@@ -83,6 +83,7 @@ class StepGraphs:
         self._sample: dict[str, tuple[torch.Size, torch.dtype]] | None = None
         self.leaves: dict[int, Any] = {}
         self.has_started = False
+        self._renewals = 0
         self._compilations = Compilations()
         if not isinstance(model_desc, str):
             self._set_description(ModelDescription(model_desc))
@@ -268,10 +269,23 @@ class StepGraphs:
         """
         return self._builder(batch).build(batch.as_given(), True, self._output_names[:1], padded=True)
 
-    def eager(self, executor: Executor, batch: Batch, scale: float, state: Any, shake: int | None = None) -> EagerStep:
+    def eager(
+        self,
+        executor: Executor,
+        batch: Batch,
+        scale: float,
+        state: Any,
+        random: Iterable[RandomInput],
+        shake: int | None = None,
+        backward: bool = True,
+    ) -> EagerStep:
         """Returns PyTorch's own results of a training step; see ``export/torch/capture/eager.py``."""
         tensors = {**executor.parameters, **executor.buffers}
-        return self._builder(batch).eager(batch.as_given(), tensors, scale, state, shake)
+        return self._builder(batch).eager(batch.as_given(), tensors, scale, state, random, shake, backward)
+
+    def renew(self) -> None:
+        """Has all training graphs made anew, from the model as it is, not from the cache."""
+        self._renewals += 1
 
     def check_export(self, executor: Executor, batch: Batch) -> None:
         """Compares the exported graph with the model: the option ``debug.check_model_export``.
@@ -328,7 +342,12 @@ class StepGraphs:
     def _guard(self, executor: Executor, batch: Batch, training: bool) -> None:
         """Makes the executor use the graphs and tensors of the model as it is now."""
         variant, changed = self._source.check(training)
-        executor.variants[training] = (variant, batch.layouts, training and batch.orders, *self._parameters)
+        executor.variants[training] = (
+            (variant, self._renewals),
+            batch.layouts,
+            training and batch.orders,
+            *self._parameters,
+        )
         if changed:
             self._rebind(executor, changed)
 
@@ -475,7 +494,9 @@ class StepGraphs:
         try:
             # Masks are drawn in the order of the input in memory, so only training depends on it.
             sample = batch.as_given() if training else batch
-            step = self._builder(batch, portable).build(sample, training, names, branching=branching)
+            step = self._builder(batch, portable).build(
+                sample, training, names, branching=branching, anew=bool(self._renewals)
+            )
         except BaseException as error:
             refusal = self._refusal(batch) if isinstance(error, ExportError) else None
             self._narrow()

@@ -2,44 +2,54 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Collection, Mapping
 
 import torch
 
-from ..core.errors import VerificationError
+from ..core.errors import VerificationError, warn
 from ..engine import Check, Executor
 from ..export.torch.capture.eager import EagerStep, gradient_of
-from ..export.torch.differences import WHY_DIFFERENT, check_comparable, gradient_floor, not_run, report
+from ..export.torch.differences import WHY_DIFFERENT, gradient_floor, not_run, report
+from ..export.torch.verification import Verification, affords_gradients, silenced
 from ..step import Step
 from .batch import Batch
 from .step_graphs import StepGraphs
 
 __all__ = ["StepVerifier"]
 
+_log = logging.getLogger(__name__)
+
 
 class StepVerifier:
     """Repeats steps in PyTorch.
 
     Args:
-        every: Compares step number ``every``, 2 * ``every``, and so on.
+        every: Which ones: each n-th, or ``"auto"``; see :class:`~.verification.Verification`.
         graphs: The trainer's graphs.
         scaled: Whether updates with gradients that are not finite are skipped.
         padded: Whether outputs are zero at padded places, as with ``utils.remove_padding``.
     """
 
-    def __init__(self, every: int, graphs: StepGraphs, scaled: bool, padded: bool) -> None:
-        self._every, self._graphs, self._scaled, self._padded = every, graphs, scaled, padded
-        self._count = 0
+    def __init__(self, every: int | str, graphs: StepGraphs, scaled: bool, padded: bool) -> None:
+        self._turns, self._graphs, self._scaled, self._padded = Verification(every), graphs, scaled, padded
 
-    def check_comparable(self, step: Step) -> None:
-        """Checks that PyTorch draws the random numbers that a step draws.
+    def expect(self) -> None:
+        """Has the next step compared, as an evaluation or a loaded state may have changed what the model reads."""
+        self._turns.expect()
 
-        Raises:
-            ValueError: If it doesn't.
-        """
-        check_comparable(step.random, self._every)
+    def renews(self, error: VerificationError) -> bool:
+        """Returns whether graphs are made anew after a first difference, which this says in a warning."""
+        if not self._turns.is_automatic or self._turns.has_renewed:
+            return False
+        self._turns.has_renewed = True
+        self._turns.expect()
+        warn(f"{error}\nThe graphs are made anew, once. If that helps, something has changed that is not watched")
+        self._graphs.renew()
+        return True
 
-    def begin(self, executor: Executor, batch: Batch, scale: float, number: int) -> Check | None:
+    def begin(self, executor: Executor, batch: Batch, scale: float, number: int, step: Step) -> Check | None:
         """Prepares to compare a step; called before its graph runs.
 
         Args:
@@ -47,46 +57,75 @@ class StepVerifier:
             batch: The batch.
             scale: The factor on the loss in the backward pass.
             number: The number of the step, for the error.
+            step: The graph.
 
         Returns:
             A function that compares the graph's results and raises a ``VerificationError`` if they differ; None if this
             step is not compared.
         """
-        if (self._count + 1) % self._every:
-            self._count += 1
+        turns = self._turns
+        if not turns.is_due(id(step)):
+            turns.passed(id(step))
             return None
-        graphs, state = self._graphs, executor.generator.get_state()
+        state = executor.generator.get_state()
 
         def check(step: Step, outputs: Mapping[str, torch.Tensor], written: Mapping[str, torch.Tensor]) -> None:
-            try:
-                theirs = graphs.eager(executor, batch, scale, state)
-            except Exception as error:
-                raise not_run(f"step {number}", error) from error
-            if self._padded:  # outputs other than the loss are zero at padded places
-                outputs = {step.loss: outputs[step.loss]} if step.loss in outputs else {}
-            gradients = {name: written[output] for name, output in step.gradients.items()}
-            if self._scaled and not (_finite(gradients) or _finite(theirs.gradients)):
-                self._count += 1
-                return  # the update is skipped, and kernels differ in the results of an overflow
-            buffers = executor.buffers | {name: written[output] for name, output in step.buffer_updates.items()}
-            buffers = {name: buffers[name] for name in theirs.buffers}  # without those of the loss
-            message = report(
-                EagerStep(dict(outputs), gradients, buffers).named(),
-                _fetched(theirs, outputs).named(),
-                theirs.rounding,
-                lambda seed: graphs.eager(executor, batch, scale, state, seed).named(),
-                dict.fromkeys(map(gradient_of, gradients), gradient_floor(theirs.gradients.values(), theirs.rounding)),
-                [*map(gradient_of, gradients)] if self._scaled else (),
-            )
+            began = time.perf_counter()
+            message = self._compared(executor, batch, scale, state, number, step, outputs, written)
             if message:
+                last = f"The last step that was compared before was run {turns.last}. " if turns.last else ""
                 raise VerificationError(
                     f"step {number} differs from the same step in PyTorch (debug.verify_every): {message} The step was "
                     "not taken: weights, gradients, buffers and counters are unchanged, so you can save a checkpoint. "
-                    f"{WHY_DIFFERENT}"
+                    f"{last}{WHY_DIFFERENT}"
                 )
-            self._count += 1
+            turns.passed(id(step), began)
 
         return check
+
+    def _compared(
+        self,
+        executor: Executor,
+        batch: Batch,
+        scale: float,
+        state: torch.Tensor,
+        number: int,
+        step: Step,
+        outputs: Mapping[str, torch.Tensor],
+        written: Mapping[str, torch.Tensor],
+    ) -> str:
+        """Repeats a step, and returns what differs; "" if nothing does."""
+        gradients = {name: written[output] for name, output in step.gradients.items()}
+        size, turns = sum(value.nbytes for value in gradients.values()), self._turns
+        backward = not turns.is_automatic or affords_gradients(size, executor.generator.device)
+
+        def repeat(shake: int | None = None) -> EagerStep:
+            with silenced():
+                return self._graphs.eager(executor, batch, scale, state, step.random, shake, backward)
+
+        try:
+            theirs = repeat()
+        except Exception as error:
+            if turns.is_automatic:
+                _log.info("steps are not compared with PyTorch, which can't run them: %s", error)
+                turns.give_up(id(step))
+                return ""
+            raise not_run(f"step {number}", error) from error
+        if self._padded:  # outputs other than the loss are zero at padded places
+            outputs = {step.loss: outputs[step.loss]} if step.loss in outputs else {}
+        if self._scaled and not (_finite(gradients) or _finite(theirs.gradients)):
+            return ""  # the update is skipped, and kernels differ in the results of an overflow
+        gradients = gradients if backward else {}
+        buffers = executor.buffers | {name: written[output] for name, output in step.buffer_updates.items()}
+        buffers = {name: buffers[name] for name in theirs.buffers}  # without those of the loss
+        return report(
+            EagerStep(dict(outputs), gradients, buffers).named(),
+            _fetched(theirs, outputs).named(),
+            theirs.rounding,
+            lambda seed: repeat(seed).named(),
+            dict.fromkeys(map(gradient_of, gradients), gradient_floor(theirs.gradients.values(), theirs.rounding)),
+            [*map(gradient_of, gradients)] if self._scaled else (),
+        )
 
 
 def _fetched(step: EagerStep, names: Collection[str]) -> EagerStep:

@@ -15,6 +15,7 @@ from .lot import shrink
 # Processor seconds after which no case begins.
 SECONDS = 20.0
 ALL = ("differentiate(total(results))",)
+_HOOK = "if c.requires_grad: c.register_hook(lambda g: g * 2)"
 EACH = ("results[1].square().sum().backward()", "results[0].square().sum().backward()")
 
 
@@ -38,6 +39,12 @@ EACH = ("results[1].square().sum().backward()", "results[0].square().sum().backw
         (Case(("self.m = self.m * 0.9", "self.m[:, 0].add_(self.w[0])"), ("self.a(x)",), ALL), "in PyTorch"),
         (Case(("c.add_(self.w)",), ("self.w.relu()",), ALL), "in PyTorch"),
         (Case(("self.m = self.m * 0.9 + x.detach()",), ("self.m",)), "in PyTorch"),
+        (Case(("h = self.m.view(2, 8)", "self.m = self.m * 0.9"), ("h",)), "in PyTorch"),
+        (Case(("with torch.no_grad(): h = self.w[:]",), ("h",)), "in PyTorch"),
+        (Case(("with torch.no_grad(): h = self.w.t()",), ("h.exp()",)), "in PyTorch"),
+        (Case((_HOOK,), ("c",), ALL, context="torch.inference_mode()", arguments="c.requires_grad_()"), "in PyTorch"),
+        # Parts have histories of their own.
+        (Case((), ("x", "self.w.float()"), EACH, arguments="x.requires_grad_(); x = x * 1"), "equal"),
         (Case(("self.w.register_hook(lambda g: g * 2)",), ("x * self.w",), ALL), "in PyTorch"),
         (Case(("h = self.a(x)", "h.retain_grad()"), ("h.tanh()",), ALL), "in PyTorch"),
         (Case(("h = self.a(x)", "h.register_hook(lambda g: g * 2)"), ("h.tanh()",), ALL), "equal"),

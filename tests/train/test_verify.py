@@ -12,8 +12,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
-from ort_trainer import ORTTrainer, ORTTrainerOptions, VerificationError, optim
+from ort_trainer import ORTModule, ORTTrainer, ORTTrainerOptions, VerificationError, optim
 from ort_trainer.export.torch import builder
 from ort_trainer.export.torch.capture.eager import run_eagerly
 from ort_trainer.export.torch.guard.reads import Reads
@@ -235,18 +236,40 @@ def test_losses_that_are_nan_in_pytorch_too() -> None:
         trainer.train_step(x * float("nan"), label)
 
 
-def test_masks_that_pytorch_would_not_draw_are_refused() -> None:
-    trainer = mlp_trainer({"debug": {"verify_every": 100}}, model=MLP(dropout=0.5))
-    x, label = mlp_batches(1)[0]
-    with pytest.raises(ValueError, match=r"debug.verify_every is 100, but .*set utils.random_numbers to 'pytorch'"):
-        trainer.train_step(x, label)
-    assert trainer.train_step_info.step == 0
-    trainer.eval_step(x, label)
-    trainer = mlp_trainer(
-        {"debug": {"verify_every": 1}, "utils": {"random_numbers": "pytorch_global"}}, model=MLP(dropout=0.5)
-    )
+class Random(nn.Module):
+    """Draws random numbers in most ways; also a dropout without a use, and one that drops all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.fc, self.out = nn.Linear(8, 8), nn.Linear(8, 3)
+        self.layer = nn.TransformerEncoderLayer(8, 2, 16, 0.2, batch_first=True)
+        self.lstm = nn.LSTM(8, 8, 2, dropout=0.3, batch_first=True)
+        self.in_place, self.of_channels = nn.Dropout(0.4, inplace=True), nn.Dropout1d(0.3)
+
+    def inner(self, h: torch.Tensor) -> torch.Tensor:
+        return F.dropout(torch.tanh(self.fc(h)), 0.25)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.in_place(self.fc(x[:, None].expand(-1, 5, -1)) * 1.0)
+        h = self.layer(h + torch.rand_like(h) * 0.1)
+        h = checkpoint(self.inner, h, use_reentrant=False)
+        F.dropout(h, 0.5)
+        h = self.lstm(h * torch.bernoulli(torch.full_like(h, 0.7)))[0]
+        h = F.alpha_dropout(self.of_channels(h), 0.1)
+        h = F.dropout(F.dropout(h, 1.0) + h, 0.1)
+        return self.out(F.scaled_dot_product_attention(h, h, h, dropout_p=0.2).mean(1))
+
+
+@pytest.mark.parametrize("numbers", ["fast", "pytorch"])
+@pytest.mark.parametrize("kernels", ["pytorch", "onnxruntime"])
+def test_pytorch_takes_the_random_numbers_of_the_graph(numbers: str, kernels: str) -> None:
+    trainer = trainer_of(Random(), {**VERIFIED, "utils": {"random_numbers": numbers, "kernels": kernels}})
     for batch in mlp_batches(3):
         trainer.train_step(*batch)
+    wrapped = ORTModule(Random(), {**VERIFIED, "utils": {"random_numbers": numbers, "kernels": kernels}}, "error")
+    for x, label in mlp_batches(3):
+        F.cross_entropy(wrapped(x), label).backward()
 
 
 class Leaving(Model):

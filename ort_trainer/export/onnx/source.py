@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import onnx
 import onnx_ir as ir
@@ -13,7 +13,7 @@ import torch
 from ...core.errors import ExportError
 from ...optim import OptimizerConfig
 from ...options import ModelDescription, ORTTrainerOptions
-from ...step import Step
+from ...step import RandomInput, Step
 from ..model_source import Builder, Layouts, Named
 from ..nested import Layout
 from ..torch import GraphBuilder, LossFunction
@@ -123,6 +123,7 @@ class _Builder:
         fetched: Sequence[str] | None = None,
         padded: bool = False,
         branching: bool = False,
+        anew: bool = False,
     ) -> Step:
         """Returns the training or evaluation graph for a sample batch; see the protocol.
 
@@ -136,7 +137,7 @@ class _Builder:
                 raise TypeError(
                     f"input {name!r} has dtype {value.dtype}, but the ONNX model takes {dtype}: use .to({dtype})"
                 )
-        return self.builder.build(batch, training, fetched, padded, branching)
+        return self.builder.build(batch, training, fetched, padded, branching, anew)
 
     def compile_later(self, batch: Named, fetched: Sequence[str], step: Step) -> Compilation | None:
         """Begins to compile a training graph for other kernels; see the protocol."""
@@ -147,7 +148,14 @@ class _Builder:
         return self.builder.reference(batch, tensors)
 
     def eager(
-        self, batch: Named, tensors: Named, scale: float, state: torch.Tensor | None, shake: int | None = None
+        self,
+        batch: Named,
+        tensors: Named,
+        scale: float,
+        state: torch.Tensor | None,
+        random: Iterable[RandomInput] = (),
+        shake: int | None = None,
+        backward: bool = True,
     ) -> EagerStep:
         """Returns PyTorch's own results of a training step of the model's module."""
-        return self.builder.eager(batch, tensors, scale, state, shake)
+        return self.builder.eager(batch, tensors, scale, state, random, shake, backward)

@@ -9,7 +9,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ from ...core.dims import fixed_dimensions
 from ...core.errors import IdleOptionError
 from ...engine.ort import preload
 from ...engine.programs.loops import LOOPS
-from ...step import Step
+from ...step import RandomInput, Step
 from ..cache import Export, export_cache
 from .capture.answers import answers_of
 from .capture.borrow import BORROWED
@@ -86,6 +86,7 @@ class GraphBuilder:
         fetched: Collection[str] | None = None,
         padded: bool = False,
         branching: bool = False,
+        anew: bool = False,
     ) -> Step:
         """Exports the step for a batch's dtypes; symbolic dimensions stay free unless the model fixes them.
 
@@ -99,6 +100,7 @@ class GraphBuilder:
                 compute others separately.
             padded: Whether a training graph computes padded places, even if the step says which they are.
             branching: Whether the model is known to have branches on values.
+            anew: Whether to leave the cache aside.
 
         Raises:
             ExportError: If the model can't be exported or its outputs don't match the description.
@@ -109,7 +111,8 @@ class GraphBuilder:
             step = dataclasses.replace(step, padding_mask="", kernels=PROGRAMS.name)
         if training and fetched is not None:
             step = _for_fetching(step, fetched)
-        return self._finished(dataclasses.replace(self, step=step)._exported(batch, training, branching))
+        builder = dataclasses.replace(self, step=step, cached=self.cached and not anew)
+        return self._finished(builder._exported(batch, training, branching))
 
     def compile_later(
         self,
@@ -274,10 +277,12 @@ class GraphBuilder:
         tensors: Mapping[str, torch.Tensor],
         scale: float,
         state: torch.Tensor | None,
+        random: Iterable[RandomInput] = (),
         shake: int | None = None,
+        backward: bool = True,
     ) -> EagerStep:
         """Returns PyTorch's own results of a training step; see :func:`~.eager.run_eagerly`."""
-        return run_eagerly(self.step, batch, tensors, scale, state, shake)
+        return run_eagerly(self.step, batch, tensors, scale, state, random, shake, backward)
 
 
 def _for_fetching(step: ExportedStep, fetched: Collection[str]) -> ExportedStep:

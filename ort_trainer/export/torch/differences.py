@@ -7,9 +7,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 import torch
 
 from ...core.errors import VerificationError
-from ...step import RandomInput
 
-__all__ = ["WHY_DIFFERENT", "check_comparable", "gradient_floor", "not_run", "report"]
+__all__ = ["WHY_DIFFERENT", "gradient_floor", "not_run", "report"]
 
 WHY_DIFFERENT = (
     "The graph has probably fixed a value that forward() or the loss reads from somewhere that is not watched: make it "
@@ -25,20 +24,6 @@ _RELATIVE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 1e-2, torc
 _OF_TENSOR, _OF_GRADIENTS = 0.1, 0.01
 # Results that PyTorch gets from slightly different weights, and how far beyond their spread a graph's may be.
 _SHAKES, _SPREADS = 3, 10.0
-
-
-def check_comparable(random: Iterable[RandomInput], every: int) -> None:
-    """Checks that PyTorch draws the random numbers that a graph draws.
-
-    Raises:
-        ValueError: If it doesn't.
-    """
-    if any(spec.kind in ("mask", "key") for spec in random):
-        raise ValueError(
-            f"debug.verify_every is {every}, but utils.random_numbers is 'fast', so dropout draws other masks than "
-            "PyTorch, and results can't be compared: set utils.random_numbers to 'pytorch', or leave "
-            "debug.verify_every out"
-        )
 
 
 def not_run(what: str, error: Exception) -> VerificationError:

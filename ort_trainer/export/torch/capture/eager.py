@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch import nn
 
+from ....core.masks import KEYS
 from ....engine.devices import default_generator
+from ....engine.programs.dropout import draw_unpacked
+from ....step import RandomInput
 from ..outside.generators import drawing_from_copies
 from .borrow import BORROWED, borrowed, fast_path_disabled
 from .step_module import ExportedStep, StepModule
@@ -17,6 +21,7 @@ from .step_module import ExportedStep, StepModule
 __all__ = [
     "EagerStep",
     "coarsest",
+    "dropping_as",
     "evaluate_eagerly",
     "exchanges_modules",
     "gradient_of",
@@ -66,7 +71,9 @@ def run_eagerly(
     tensors: Mapping[str, torch.Tensor],
     scale: float,
     state: torch.Tensor | None,
+    random: Iterable[RandomInput] = (),
     shake: int | None = None,
+    backward: bool = True,
 ) -> EagerStep:
     """Runs a training step in PyTorch, with model and loss as they are now. Leaves no trace.
 
@@ -76,7 +83,9 @@ def run_eagerly(
         tensors: The values of parameters and buffers by canonical name: the model's own tensors, or others.
         scale: The factor on the loss in the backward pass.
         state: The state of the generator that draws the step's random numbers; None for PyTorch's own.
+        random: What the graph of the step draws.
         shake: A seed, to change weights and inputs by one rounding; None not to.
+        backward: Whether to compute gradients.
     """
     module, sample, rounding = _prepared(step, batch)
     device = step.device_for(sample)
@@ -87,9 +96,10 @@ def run_eagerly(
     with (
         BORROWED,
         random_state_kept(device, state),
+        dropping_as(random, device),
         with_values(step.model, tensors, epsilon, shake) as held,
         borrowed(module, trained.values(), training=True, modes=step.modes),
-        torch.enable_grad(),
+        torch.set_grad_enabled(backward),
     ):
         torch.clear_autocast_cache()  # around a step, it may hold casts of earlier weights
         with module.recorder.running():
@@ -186,6 +196,56 @@ def _prepared(
     module.recorder.numbers.clear()  # stand-ins are for captures
     sample = [batch[entry.name].detach().clone() for entry in step.description.inputs]
     return module, sample, step.autocast or coarsest([*step.model.parameters(), *step.model.buffers(), *sample])
+
+
+@contextlib.contextmanager
+def dropping_as(random: Iterable[RandomInput], device: torch.device) -> Iterator[None]:
+    """Has dropout draw a graph's masks, if these are not PyTorch's. What else draws does so as in a graph.
+
+    A graph draws a key for all its masks before anything else, and numbers its dropouts in the order of the forward
+    pass, except for dropout in place. A checkpoint of activations sets back the state of PyTorch's generator, and with
+    it the number.
+
+    Args:
+        random: The random inputs of the graph.
+        device: Where it runs.
+    """
+    if all(spec.kind not in ("mask", "key") for spec in random):
+        yield
+        return
+    key, number = torch.randint(KEYS, (), device=device), 0
+    get_state, set_state = torch.get_rng_state, torch.set_rng_state
+    numbers: list[tuple[torch.Tensor, int]] = []
+
+    def numbered_state() -> torch.Tensor:
+        numbers.append((get_state(), number))
+        return numbers[-1][0]
+
+    def set_numbered_state(state: torch.Tensor) -> None:
+        nonlocal number
+        set_state(state)
+        number = next((then for other, then in numbers if other is state), number)
+
+    def dropout(value: torch.Tensor, p: float, train: bool) -> torch.Tensor:
+        nonlocal number
+        if not train or p == 0 or not value.numel():
+            return value
+        if p == 1:
+            return value * 0.0
+        number += 1
+        kept = draw_unpacked(key, value.numel(), number - 1, 1.0 - p).view(value.shape)
+        return value * kept.to(value.dtype).div_(1.0 - p)
+
+    library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+    library.impl("dropout", dropout, "AutogradCPU")
+    try:
+        with (
+            mock.patch.object(torch, "get_rng_state", numbered_state),
+            mock.patch.object(torch, "set_rng_state", set_numbered_state),
+        ):
+            yield
+    finally:
+        library._destroy()
 
 
 @contextlib.contextmanager

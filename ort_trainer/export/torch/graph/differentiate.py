@@ -216,7 +216,9 @@ def _differentiate(
 ) -> torch.fx.GraphModule:
     """Returns AOTAutograd's joint graph of a module; ``model`` is the name of the user's, for errors."""
     try:
-        with tracing(TracingContext(captured.fake_mode)), backward_without_autocast():
+        # Random operators without a use stay, so that the others draw what they do in PyTorch.
+        kept = torch._inductor.config.patch(fallback_random=True)
+        with tracing(TracingContext(captured.fake_mode)), backward_without_autocast(), kept:
             joint = aot_export_joint_with_descriptors(stack, core, tuple(inputs), decompositions=dict(table))
         assert isinstance(joint.graph_module, torch.fx.GraphModule)
         return joint.graph_module

@@ -93,7 +93,7 @@ def test_modules_that_the_first_step_exchanges(evaluates: bool) -> None:
         loss.backward()
         sgd.step()
         assert_close(trainer.train_step(X, Y)[0], loss.detach(), 1e-6, f"loss {step}")
-        assert (models[0].kind, len(models[0].calls)) == ("dense", step + 1)
+        assert models[0].kind == "dense" and len(models[0].calls) == step + 1
     assert_same_weights(trainer, models[1], 1e-6)
 
 

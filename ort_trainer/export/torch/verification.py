@@ -1,0 +1,124 @@
+"""Which runs of a graph are repeated in PyTorch: the option ``debug.verify_every``."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import threading
+import time
+import warnings
+from collections.abc import Hashable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+__all__ = ["Verification", "affords_gradients", "silenced"]
+
+_EVERY = 256
+"""Runs after which one is repeated at the latest, if time allows."""
+_FREE = 100
+"""Runs whose repetitions are not counted as costs."""
+_COST = 0.01
+"""The part of the time that repetitions may take after these."""
+_OF_FREE_MEMORY = 0.1
+
+
+class Verification:
+    """Decides which runs are repeated.
+
+    With ``"auto"``, the first run of each graph is, then runs 2, 4, 8 and so on, but at least every 256th, and the run
+    after each :meth:`expect`. From the hundredth run on, all of that only as far as it takes a hundredth of the time.
+
+    Args:
+        every: A number n, to repeat each n-th run, or ``"auto"``.
+
+    Attributes:
+        is_automatic: Whether ``every`` is ``"auto"``.
+        last: The number of the last run that was equal, 0 for none.
+        has_renewed: Whether graphs were made anew, because a run was different.
+    """
+
+    def __init__(self, every: int | str) -> None:
+        self.is_automatic = every == "auto"
+        self._every = 0 if isinstance(every, str) else every
+        self.last, self.has_renewed = 0, False
+        self._count, self._of_graph = 0, dict[Hashable, int]()
+        self._unable: set[Hashable] = set()
+        self._is_expected, self._expected_at = False, 0
+        self._began, self._spent, self._last_cost = 0.0, 0.0, 0.0
+
+    def expect(self) -> None:
+        """Has the next run repeated, as something was changed that graphs may depend on."""
+        self._is_expected = True
+
+    def is_due(self, graph: Hashable) -> bool:
+        """Returns whether the next run, which is one of a graph, is to be repeated."""
+        if not self.is_automatic:
+            return (self._count + 1) % self._every == 0
+        if graph in self._unable:
+            return False
+        now, runs = time.perf_counter(), self._of_graph.get(graph, 0) + 1
+        if self._count < _FREE:
+            self._began, self._spent = self._began or now, 0.0
+        is_first = runs & (runs - 1) == 0 and (runs == 1 or self._count < _FREE)
+        self._is_expected |= runs & (runs - 1) == 0 or self._count - self._expected_at >= _EVERY
+        affords = (now - self._began) * _COST >= self._spent + self._last_cost
+        return is_first or (self._is_expected and affords)
+
+    def passed(self, graph: Hashable, began: float | None = None) -> None:
+        """Counts a run of a graph that is valid.
+
+        Args:
+            graph: The graph.
+            began: When its repetition began, if it was repeated; see ``time.perf_counter``.
+        """
+        self._count += 1
+        self._of_graph[graph] = self._of_graph.get(graph, 0) + 1
+        if began is not None:
+            self.last, self._is_expected, self._expected_at = self._count, False, self._count
+            self._last_cost = time.perf_counter() - began
+            self._spent += self._last_cost
+
+    def give_up(self, graph: Hashable) -> None:
+        """Repeats no further runs of a graph, which PyTorch can't run."""
+        self._unable.add(graph)
+
+
+def affords_gradients(gradients: int, device: torch.device) -> bool:
+    """Returns whether a second set of gradients takes at most a tenth of the free memory.
+
+    Args:
+        gradients: Their size in bytes.
+        device: Where they are.
+    """
+    if device.type == "cuda":
+        free = torch.cuda.mem_get_info(device)[0]
+    else:
+        try:
+            fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines())
+            free = int(fields["MemAvailable"].split()[0]) * 1024
+        except (OSError, KeyError):  # not Linux
+            return True
+    return gradients <= _OF_FREE_MEMORY * free
+
+
+@contextlib.contextmanager
+def silenced() -> Iterator[None]:
+    """Drops what this thread prints, logs and warns of in the context, as all of it was said before."""
+    handle: Any = logging.Logger.callHandlers
+    mine = threading.get_ident()
+
+    def handled(logger: logging.Logger, record: logging.LogRecord) -> None:
+        if record.thread != mine:
+            handle(logger, record)
+
+    with (
+        contextlib.redirect_stdout(io.StringIO()),
+        mock.patch.object(logging.Logger, "callHandlers", handled),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")
+        yield
