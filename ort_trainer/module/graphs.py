@@ -220,6 +220,12 @@ class CallGraphs:
         self._unsettled = 0
         self._settles = False  # whether PyTorch ran the last call, because it changed the module
         self._trial: Recorder | None = None
+        self._is_renewed = False
+        self.forget()
+
+    def renew(self) -> None:
+        """Has all graphs made anew, from the module as it is, not from the cache."""
+        self._is_renewed = True
         self.forget()
 
     def forget(self) -> None:
@@ -404,7 +410,7 @@ class CallGraphs:
         refuse_subclasses(leaves)
         copies = {name: like_given(value) for name, value in leaves.items()}
         result, entries, returned = self._result(positional, dict(named), copies, device, with_grad)
-        if entries and options.debug.verify_every:
+        if entries and options.verification() not in (0, "auto"):
             raise ExportError(
                 "forward() changes a dict among its arguments, which debug.verify_every can't compare: return what it "
                 "adds to it"
@@ -433,7 +439,7 @@ class CallGraphs:
         noted: list[Notes] = []
         builder = GraphBuilder(
             call,
-            cached=options.utils.cache_exports,
+            cached=options.utils.cache_exports and not self._is_renewed,
             tolerates=options.tolerates,
             depends_on_modes=watch.depends_on_modes,
             noted=lambda notes, _: noted.append(notes),

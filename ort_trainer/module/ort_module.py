@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..core.errors import was_given
+from ..core.errors import VerificationError, was_given
 from ..options import OptionsDict, ORTTrainerOptions
 from .fallback import (
     AT_RUN_TIME,
@@ -120,7 +120,7 @@ class ORTModule(nn.Module):
         vars(self)["_user_options"] = options
         checked = _checked(options)
         vars(self)["_graphs"] = CallGraphs(module, checked)
-        every = checked.debug.verify_every
+        every = checked.verification()
         vars(self)["_verifier"] = CallVerifier(every, module) if every else None
         vars(self)["_fallback"] = Fallback(module, policy_of(fallback))
         vars(self)["_exported"] = None, None
@@ -143,6 +143,8 @@ class ORTModule(nn.Module):
     def _run_in_turn(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Runs graphs, or PyTorch if no graph can run the call."""
         kind: Any = None
+        if self._verifier is not None and self._verifier.error is not None:
+            return self._fallback.run(self._verifier.error, args, kwargs)
         try:
             graphs, call, values = self._graphs.find(args, kwargs)
         except NoGraphError as error:
@@ -153,10 +155,16 @@ class ORTModule(nn.Module):
             if not all(map(_address, values)):  # an address is 0, where some kernels would read
                 refuse_freed(self.module)
             try:
-                if self._verifier is not None:
+                if self._verifier is not None and not graphs.filled:
                     return self._verifier.run(graphs, call, values, args, kwargs)
                 result = graphs.result(call(values), values)
                 return graphs.fill(result, args, kwargs) if graphs.filled else result
+            except VerificationError as error:
+                if not self._verifier.handles(error, self._graphs.renew):
+                    raise
+                if self._verifier.error is None:
+                    return self._run_in_turn(args, kwargs)
+                reason = error
             except AT_RUN_TIME as error:
                 reason = error
         try:

@@ -23,7 +23,7 @@ __all__ = ["CallsInTurns", "Passes", "SizedPasses", "reduces_early"]
 
 _DDP: Any = torch.nn.parallel.DistributedDataParallel
 Tensors = Sequence[torch.Tensor]
-CheckGradients = Callable[[Mapping[int, torch.Tensor], Sequence[torch.Tensor | None]], None]
+CheckGradients = Callable[[Mapping[int, torch.Tensor], list["torch.Tensor | None"]], list["torch.Tensor | None"]]
 Run = Callable[[], tuple[Tensors, list[torch.Tensor]]]
 Kinds = Sequence[tuple[torch.Size, torch.dtype]]
 
@@ -248,7 +248,7 @@ class SizedPasses:
         Args:
             values: Parameters, buffers and inputs.
             check: Receives the gradients of the outputs, by their places, and those of the trained values in each
-                backward pass, and raises to discard them.
+                backward pass, and returns those to use, or raises to discard them.
 
         Raises:
             ValueBranchError: If the inputs take another branch of the module than the graph; nothing has changed then.
@@ -381,7 +381,7 @@ class _Function(torch.autograd.Function):
         if ctx.call.took is not None:
             ctx.call.took(time.perf_counter() - start)
         if ctx.check is not None:
-            ctx.check(gradient_of, results)
+            results = ctx.check(gradient_of, results)
         return (None, None, None, None, *results)
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
-from ..core.errors import VerificationError
+from ..core.errors import VerificationError, warn
 from ..export.nested import flatten, rebuild
 from ..export.torch.capture.borrow import BORROWED, borrowed
 from ..export.torch.capture.eager import (
@@ -26,9 +29,12 @@ from ..export.torch.capture.eager import (
 from ..export.torch.differences import WHY_DIFFERENT, gradient_floor, not_run, report
 from ..export.torch.outside.places import Place
 from ..export.torch.outside.recorder import Pair, Recorder
+from ..export.torch.verification import Verification, affords_gradients, silenced
 from .graphs import Call, ExportedGraphs
 
 __all__ = ["CallVerifier"]
+
+_log = logging.getLogger(__name__)
 
 Named = dict[str, torch.Tensor]
 
@@ -37,13 +43,36 @@ class CallVerifier:
     """Repeats calls in PyTorch, and their backward passes.
 
     Args:
-        every: Compares call number ``every``, 2 * ``every``, and so on.
+        every: Which ones: each n-th, or ``"auto"``; see :class:`~.verification.Verification`.
         module: The module.
+
+    Attributes:
+        error: What "auto" has found in graphs that were made anew before: PyTorch runs all calls then.
     """
 
-    def __init__(self, every: int, module: nn.Module) -> None:
-        self._every, self._module = every, module
-        self._count = 0
+    def __init__(self, every: int | str, module: nn.Module) -> None:
+        self._turns, self._module = Verification(every), module
+        self._mode = module.training
+        self._found: VerificationError | None = None  # in a backward pass
+        self.error: VerificationError | None = None
+
+    def handles(self, error: VerificationError, renew: Callable[[], None]) -> bool:
+        """Returns whether a call goes on after a difference: with graphs that are made anew, or next time in PyTorch.
+
+        Args:
+            error: What differs.
+            renew: Has graphs made anew.
+        """
+        if not self._turns.is_automatic:
+            return False
+        if self._turns.has_renewed:
+            self.error = error
+            return True
+        self._turns.has_renewed = True
+        self._turns.expect()
+        warn(f"{error}\nThe graphs are made anew, once. If that helps, something has changed that is not watched")
+        renew()
+        return True
 
     def run(self, graphs: ExportedGraphs, call: Call, values: list[torch.Tensor], args: Any, kwargs: Any) -> Any:
         """Returns what the module returns; if it is this call's turn, compares it first.
@@ -53,25 +82,56 @@ class CallVerifier:
             args, kwargs: The arguments of the call.
 
         Raises:
-            VerificationError: If a result differs. Buffers and random state are then as before the call.
+            VerificationError: If a result differs. Buffers and random state are then as before the call. With "auto",
+                also if gradients of an earlier call have differed.
         """
-        if (self._count + 1) % self._every:
-            self._count += 1
+        turns = self._turns
+        found, self._found = self._found, None
+        if found is not None:
+            raise found
+        if self._mode is not self._module.training:
+            self._mode = self._module.training
+            turns.expect()
+        if not turns.is_due(id(graphs)):
+            turns.passed(id(graphs))
             return graphs.result(call(values), values)
-        taken, number = list(values), self._count + 1  # a copy: the call adds random inputs to its list
+        began, taken, number = time.perf_counter(), list(values), turns.number  # a copy: the call adds random inputs
         with torch.inference_mode(False):
             eager = _EagerCall(self._module, graphs, values, args, kwargs, number)
-        tensors = call(values, eager.check_gradients)
+        tensors = call(values, functools.partial(self._check_gradients, eager))
         try:
             with torch.inference_mode(False):
                 eager.check(_numbered(tensors), taken)
                 count = len(tensors) - graphs.notes.leftovers.tensors
                 eager.check_constants(graphs.results(tensors[:count]))
+        except VerificationError as error:
+            if not turns.is_automatic or error.__cause__ is None:
+                eager.put_back(taken)
+                raise
+            _log.info("calls are not compared with PyTorch, which can't run them: %s", error)
+            turns.give_up(id(graphs))
         except BaseException:
             eager.put_back(taken)
             raise
-        self._count += 1
+        turns.passed(id(graphs), began)
         return graphs.result(tensors, taken)
+
+    def _check_gradients(
+        self, eager: _EagerCall, gradients: Mapping[int, torch.Tensor], trained: list[torch.Tensor | None]
+    ) -> list[torch.Tensor | None]:
+        """Compares the gradients of a backward pass; returns those to use: PyTorch's if "auto" sees others."""
+        if not self._turns.is_automatic:
+            eager.check_gradients(gradients, trained)
+            return trained
+        if not affords_gradients(sum(value.nbytes for value in trained if value is not None), eager.device):
+            return trained
+        try:
+            eager.check_gradients(gradients, trained)
+        except VerificationError as error:
+            if error.__cause__ is None:
+                self._found = error
+                return eager.gradients(gradients)
+        return trained
 
 
 class _EagerCall:
@@ -108,10 +168,10 @@ class _EagerCall:
         self._modes = {part: part.training for part in module.modules()}
         self._trainable = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
         self._with_grad = torch.is_grad_enabled()
-        self._device = graphs.passes.memory.device
-        kind = self._device.type
+        self.device = graphs.passes.memory.device
+        kind = self.device.type
         self._autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        self._state = random_state(self._device)
+        self._state = random_state(self.device)
         step = graphs.passes.step
         self._places = [*step.state, *(entry.name for entry in graphs.description.inputs)]
         self._rounding = self._autocast or coarsest([*module.parameters(), *module.buffers(), *leaves.values()])
@@ -137,15 +197,16 @@ class _EagerCall:
             key: value if shake is None else shaken(value.detach(), epsilon, shake).requires_grad_(value.requires_grad)
             for key, value in self._inputs.items()
         }
-        kind, enabled = self._device.type, self._autocast is not None
+        kind, enabled = self.device.type, self._autocast is not None
         recorder = Recorder(Pair(module), (), dict.fromkeys(self._graphs.notes.tables), self._outside)
         with (
             BORROWED,
-            random_state_kept(self._device, self._state),
-            dropping_as(self._graphs.passes.step.random, self._device),
+            random_state_kept(self.device, self._state),
+            dropping_as(self._graphs.passes.step.random, self.device),
             with_values(module, tensors, epsilon, shake) as held,
             borrowed(module, self._trainable, module.training, self._modes),
             recorder.running(),
+            silenced(),
             torch.set_grad_enabled(self._with_grad),
         ):
             copies = {key: value.clone() for key, value in leaves.items()}  # which forward() may change
@@ -224,13 +285,18 @@ class _EagerCall:
         if message:
             self.refuse(message, "The gradients of this call were not added.")
 
+    def gradients(self, gradients: Mapping[int, torch.Tensor]) -> list[torch.Tensor | None]:
+        """Returns PyTorch's gradients of the trained values, for those of the outputs by their places."""
+        theirs = self._reference({f"output_{at}": value for at, value in gradients.items()})
+        return [theirs.get(name) for name in self._trained_names()]
+
     def put_back(self, values: Sequence[torch.Tensor]) -> None:
         """Undoes what a call has changed: buffers, inputs, and the state of the generator."""
         count, inputs = len(self._values), list(self._inputs.values())
         for place, _ in self._graphs.passes.updates:
             before = self._before[self._places[place]] if place < count else inputs[place - count]
             values[place].detach().copy_(before.detach())
-        set_random_state(self._device, self._state)
+        set_random_state(self.device, self._state)
 
     def refuse(self, message: str, state: str) -> NoReturn:
         """Raises the error."""

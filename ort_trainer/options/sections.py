@@ -318,10 +318,9 @@ class DebugOptions(Section):
     max_nonfinite_losses: int | None
     """Number of consecutive steps with an infinite or NaN loss at which training stops: the last of them raises a
     FloatingPointError instead of training."""
-    verify_every: int | None
-    """Each so many-th step (or micro-batch, or call of an ORTModule) is repeated in eager PyTorch on a copy of the
-    state, and a VerificationError names the first output, gradient or buffer that differs beyond rounding, before the
-    step takes effect."""
+    verify_every: int | Literal["auto", "off"] | None
+    """Which steps (or micro-batches, or calls of an ORTModule) are repeated in eager PyTorch on a copy of the state,
+    and compared before they take effect: each n-th, or, with "auto", the first of each graph and some others."""
     graph_save_paths: GraphSavePathsOptions
 
 
@@ -332,7 +331,7 @@ class DebugOptionsDict(TypedDict, total=False):
     check_model_export: bool
     check_indices: bool
     max_nonfinite_losses: int | None
-    verify_every: int | None
+    verify_every: int | Literal["auto", "off"] | None
     graph_save_paths: GraphSavePathsOptionsDict
 
 

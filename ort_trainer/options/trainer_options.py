@@ -72,6 +72,10 @@ class _OptionsValidator(
         except RuntimeError:
             self._error(field, "must be a device of PyTorch, such as 'cpu', 'cuda' or 'cuda:1'")
 
+    def _check_with_verification(self, field: str, value: Any) -> None:
+        if value is not None and value not in ("auto", "off") and not (isinstance(value, int) and value >= 0):
+            self._error(field, "must be 'auto', 'off', None or an int of at least 0")
+
     def _normalize_coerce_path(self, value: Any) -> Any:
         return os.fsdecode(value) if isinstance(value, os.PathLike) else value
 
@@ -210,6 +214,11 @@ class ORTTrainerOptions(Options):
         """Raises a ValueError with the message, unless the options tolerate the mistake."""
         if not self.tolerates(message):
             raise ValueError(message)
+
+    def verification(self) -> int | str:
+        """Returns ``debug.verify_every``: ``"auto"``, or a number, which is 0 for no comparison."""
+        every = self.debug.verify_every
+        return 0 if every in (None, "off") else every
 
     def cuda_graphs(self, device: torch.device) -> str:
         """Returns ``utils.cuda_graphs`` for a device.

@@ -113,7 +113,7 @@ class TrainingLoop:
         self.losses = None if limit is None else FiniteLosses(limit)
         self._checks_indices = options.debug.check_indices
         mask, tolerance = options.utils.remove_padding, 5e-2 if self.precision.mixed else 1e-3
-        every = options.debug.verify_every
+        every = options.verification()
         self._verifier = StepVerifier(every, self.graphs, self.precision.checks_finite, bool(mask)) if every else None
         self._padding = PaddingCheck(mask, self.graphs, tolerance) if mask else None
         self.profiler: Profiler | None = None
@@ -685,6 +685,8 @@ class TrainingLoop:
         Returns:
             The outputs.
         """
+        if self._verifier is not None:
+            self._verifier.expect()
         with Transaction(self, joint=False):
             plan, batch = self.bind(args, kwargs, fetches, training=False)
             executor = self._executor

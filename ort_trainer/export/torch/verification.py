@@ -50,6 +50,11 @@ class Verification:
         self._is_expected, self._expected_at = False, 0
         self._began, self._spent, self._last_cost = 0.0, 0.0, 0.0
 
+    @property
+    def number(self) -> int:
+        """The number of the next run."""
+        return self._count + 1
+
     def expect(self) -> None:
         """Has the next run repeated, as something was changed that graphs may depend on."""
         self._is_expected = True
