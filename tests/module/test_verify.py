@@ -185,3 +185,32 @@ def test_each_so_many_th_call() -> None:
     with pytest.raises(VerificationError, match="call 3 of Model"):
         ours(X)
     assert ORTModule(Model(), {"debug": {"verify_every": 0}})._verifier is None
+
+
+@pytest.mark.parametrize("what", ["factor", "slope"])
+def test_by_default_graphs_are_made_anew_once_and_then_pytorch_runs(what: str) -> None:
+    ours = ORTModule(Model().eval())
+    eager = Model().eval()
+
+    def gradient(module: Any) -> torch.Tensor:
+        module.zero_grad()
+        module(X)[0].sum().backward()
+        return torch.cat([parameter.grad.flatten() for parameter in module.parameters()])
+
+    def both(value: float) -> None:
+        for module in (ours.module, eager):
+            setattr(module.outside, what, value)
+        torch.testing.assert_close(gradient(ours), gradient(eager))
+
+    both(1.0)
+    with pytest.warns(UserWarning, match="made anew, once"):
+        both(2.0)
+        both(2.0)
+    both(2.0)
+    with pytest.warns(
+        UserWarning, match="PyTorch runs this call of Model, and others like it, instead of a graph: call"
+    ):
+        ours._verifier._turns.expect()
+        both(3.0)
+        both(3.0)
+    both(4.0)

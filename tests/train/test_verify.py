@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ort_trainer import ORTModule, ORTTrainer, ORTTrainerOptions, VerificationError, optim
-from ort_trainer.export.torch import builder
+from ort_trainer.export.torch import builder, verification
 from ort_trainer.export.torch.capture.eager import run_eagerly
 from ort_trainer.export.torch.guard.reads import Reads
 from tests.helpers import MLP, MLP_DESC, assert_same_state, mlp_batches, mlp_trainer
@@ -90,6 +91,70 @@ def test_a_value_from_outside_that_has_changed_is_found(share: bool, kernels: st
     model.outside.factor = 1.0
     trainer.train_step(*second)
     assert trainer.train_step_info.step == 2
+
+
+def test_by_default_graphs_that_differ_are_made_anew_once() -> None:
+    model = Model(dropout=0.5)
+    trainer, batch = trainer_of(model, {}), mlp_batches(1)[0]
+    for _ in range(3):
+        trainer.train_step(*batch)
+    model.outside.factor = 2.0
+    with pytest.warns(UserWarning, match=r"step 4 differs .*\n.*made anew, once"):
+        trainer.train_step(*batch)
+    trainer.eval_step(*batch)
+    trainer.train_step(*batch)
+    model.outside.factor = 3.0
+    trainer.eval_step(*batch)
+    before = trainer.state_dict()
+    vars(trainer._loop._verifier._turns).update(_spent=0.0, _last_cost=0.0)  # as in long runs
+    with pytest.raises(VerificationError, match=r"step 6 differs .*last step that was compared before was run 5\."):
+        trainer.train_step(*batch)
+    assert_same_state(trainer.state_dict(), before)
+
+
+class Loud(Model):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        print("forward")
+        return super().forward(x)
+
+
+def test_comparisons_are_silent(capsys: pytest.CaptureFixture[str]) -> None:
+    said = []
+    for every in ("off", 1):
+        trainer = trainer_of(Loud(), {"debug": {"verify_every": every}})
+        for batch in mlp_batches(3):
+            trainer.train_step(*batch)
+        said.append(capsys.readouterr().out)
+    assert said[0] == said[1] and "forward" in said[0]
+
+
+def test_which_steps_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(verification.time, "perf_counter", lambda: now[0])
+
+    def compared(count: int, seconds: float, expected: Sequence[int] = (), graph: str = "") -> list[int]:
+        found = []
+        for _ in range(count):
+            if turns.number in expected:
+                turns.expect()
+            now[0] += 1.0
+            is_due, began = turns.is_due(graph), now[0]
+            if is_due:
+                found.append(turns.number)
+                now[0] += seconds
+            turns.passed(graph, began if is_due else None)
+        return found
+
+    turns = verification.Verification("auto")
+    found = compared(5000, 2.0)
+    assert found[:7] == [1, 2, 4, 8, 16, 32, 64] and max(np.diff(found)) <= 260
+    assert sum(number > 100 for number in found) * 2.0 <= 0.01 * 5000, "a hundredth of the time"
+    assert compared(2, 2.0, graph="another")[0] == 5001
+    assert compared(400, 0.01, expected=[5100, 5300])[1:] == [5100, 5300]
+    turns = verification.Verification("auto")
+    assert compared(3000, 20.0)[7:] == [2100]
+    turns = verification.Verification(3)
+    assert compared(7, 2.0) == [3, 6]
 
 
 def test_it_trains_as_without_it() -> None:

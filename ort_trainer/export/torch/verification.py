@@ -19,10 +19,10 @@ __all__ = ["Verification", "affords_gradients", "silenced"]
 
 _EVERY = 256
 """Runs after which one is repeated at the latest, if time allows."""
-_FREE = 100
-"""Runs whose repetitions are not counted as costs."""
-_COST = 0.01
-"""The part of the time that repetitions may take after these."""
+_FIRST = 100
+"""The number of first runs, of which the 1st, 2nd, 4th and so on are repeated whatever that takes."""
+_COSTS = (0.1, 0.01)
+"""The part of the time that other repetitions may take among the first runs, and all later."""
 _OF_FREE_MEMORY = 0.1
 
 
@@ -30,7 +30,8 @@ class Verification:
     """Decides which runs are repeated.
 
     With ``"auto"``, the first run of each graph is, then runs 2, 4, 8 and so on, but at least every 256th, and the run
-    after each :meth:`expect`. From the hundredth run on, all of that only as far as it takes a hundredth of the time.
+    after each :meth:`expect`. From the hundredth run on, all of that only as far as it takes a hundredth of the time,
+    and before that, what is expected only as far as it takes a tenth.
 
     Args:
         every: A number n, to repeat each n-th run, or ``"auto"``.
@@ -66,12 +67,12 @@ class Verification:
         if graph in self._unable:
             return False
         now, runs = time.perf_counter(), self._of_graph.get(graph, 0) + 1
-        if self._count < _FREE:
-            self._began, self._spent = self._began or now, 0.0
-        is_first = runs & (runs - 1) == 0 and (runs == 1 or self._count < _FREE)
-        self._is_expected |= runs & (runs - 1) == 0 or self._count - self._expected_at >= _EVERY
-        affords = (now - self._began) * _COST >= self._spent + self._last_cost
-        return is_first or (self._is_expected and affords)
+        is_early, is_power = self._count < _FIRST, runs & (runs - 1) == 0
+        if self._count in (0, _FIRST):
+            self._began, self._spent = now, 0.0
+        self._is_expected |= is_power or self._count - self._expected_at >= _EVERY
+        affords = (now - self._began) * _COSTS[not is_early] >= self._spent + self._last_cost
+        return runs == 1 or (is_early and is_power) or (self._is_expected and affords)
 
     def passed(self, graph: Hashable, began: float | None = None) -> None:
         """Counts a run of a graph that is valid.
