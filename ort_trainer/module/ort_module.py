@@ -120,7 +120,8 @@ class ORTModule(nn.Module):
         vars(self)["_user_options"] = options
         checked = _checked(options)
         vars(self)["_graphs"] = CallGraphs(module, checked)
-        every = checked.verification()
+        # By default only trainers compare.
+        every = checked.verification() if checked.is_given("debug.verify_every") else 0
         vars(self)["_verifier"] = CallVerifier(every, module) if every else None
         vars(self)["_fallback"] = Fallback(module, policy_of(fallback))
         vars(self)["_exported"] = None, None

@@ -30,6 +30,8 @@ from ..export.torch.differences import WHY_DIFFERENT, gradient_floor, not_run, r
 from ..export.torch.outside.places import Place
 from ..export.torch.outside.recorder import Pair, Recorder
 from ..export.torch.verification import Verification, affords_gradients, silenced
+from .arguments import clone
+from .fallback import running
 from .graphs import Call, ExportedGraphs
 
 __all__ = ["CallVerifier"]
@@ -162,9 +164,7 @@ class _EagerCall:
         positional = [flatten(f"args.{at}", value, leaves, objects=True) for at, value in enumerate(args)]
         named = {name: flatten(name, value, leaves, objects=True) for name, value in kwargs.items()}
         self._layouts = (positional, named)
-        self._inputs = {
-            key: value.detach().clone().requires_grad_(value.requires_grad) for key, value in leaves.items()
-        }
+        self._inputs = _each_once(leaves, lambda value: clone(value.detach()).requires_grad_(value.requires_grad))
         self._modes = {part: part.training for part in module.modules()}
         self._trainable = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
         self._with_grad = torch.is_grad_enabled()
@@ -193,10 +193,11 @@ class _EagerCall:
         """
         module, epsilon = self._module, torch.finfo(self._rounding).eps
         tensors = {**dict(module.named_parameters()), **dict(module.named_buffers()), **self._before}
-        leaves = {
-            key: value if shake is None else shaken(value.detach(), epsilon, shake).requires_grad_(value.requires_grad)
-            for key, value in self._inputs.items()
-        }
+        leaves = self._inputs
+        if shake is not None:
+            leaves = _each_once(
+                leaves, lambda value: shaken(value.detach(), epsilon, shake).requires_grad_(value.requires_grad)
+            )
         kind, enabled = self.device.type, self._autocast is not None
         recorder = Recorder(Pair(module), (), dict.fromkeys(self._graphs.notes.tables), self._outside)
         with (
@@ -205,11 +206,12 @@ class _EagerCall:
             dropping_as(self._graphs.passes.step.random, self.device),
             with_values(module, tensors, epsilon, shake) as held,
             borrowed(module, self._trainable, module.training, self._modes),
+            running(module),
             recorder.running(),
             silenced(),
             torch.set_grad_enabled(self._with_grad),
         ):
-            copies = {key: value.clone() for key, value in leaves.items()}  # which forward() may change
+            copies = _each_once(leaves, clone)  # which forward() may change
             positional, named = self._layouts
             arguments = [rebuild(layout, copies) for layout in positional]
             keywords = {name: rebuild(layout, copies) for name, layout in named.items()}
@@ -365,6 +367,12 @@ def _constants_in(result: Any) -> list[str]:
         return [text for part in layout for text in constants(part)]
 
     return constants(flatten("output", result, {}, objects=True))
+
+
+def _each_once(tensors: Mapping[str, torch.Tensor], function: Callable[[torch.Tensor], torch.Tensor]) -> Named:
+    """Returns a function's results for tensors; one tensor under two names has one result."""
+    results = {id(value): function(value) for value in tensors.values()}
+    return {name: results[id(value)] for name, value in tensors.items()}
 
 
 def _numbered(tensors: Sequence[torch.Tensor]) -> Named:
