@@ -37,6 +37,7 @@ SIMPLE = {
     "boolean": "bool",
     "callable": "Callable[[onnx.ModelProto], onnx.ModelProto]",
     "integer": "int",
+    "integer or string": "int | str",
     "loss_scaler": "LossScaler",
     "lr_scheduler": "LRScheduler | torch.optim.lr_scheduler.LRScheduler | Callable[[int], float]",
     "number": "float",

@@ -21,6 +21,7 @@ _ELSEWHERE = {
 _TYPES = {
     "boolean": "True or False",
     "integer": "an int",
+    "integer or string": "an int of at least 0, 'auto' or 'off'",
     "number": "a number",
     "string": "a str",
     "callable": "a function",

@@ -53,6 +53,7 @@ class SchemaValidator(cerberus.Validator):  # type: ignore[misc]
     types_mapping["callable"] = cerberus.TypeDefinition("callable", (object,), ())
     # A bool is an int for Python and cerberus, but True is not a number of steps.
     types_mapping["integer"] = cerberus.TypeDefinition("integer", (int,), (bool,))
+    types_mapping["integer or string"] = cerberus.TypeDefinition("integer or string", (int, str), (bool,))
 
     @classmethod
     def with_types(cls, **types: tuple[type, ...]) -> type[SchemaValidator]:

@@ -318,9 +318,9 @@ class DebugOptions(Section):
     max_nonfinite_losses: int | None
     """Number of consecutive steps with an infinite or NaN loss at which training stops: the last of them raises a
     FloatingPointError instead of training."""
-    verify_every: int | Literal["auto", "off"] | None
+    verify_every: int | str | None
     """Which steps (or micro-batches, or calls of an ORTModule) are repeated in eager PyTorch on a copy of the state,
-    and compared before they take effect: each n-th, or, with "auto", the first of each graph and some others."""
+    and compared before they take effect."""
     graph_save_paths: GraphSavePathsOptions
 
 
@@ -331,7 +331,7 @@ class DebugOptionsDict(TypedDict, total=False):
     check_model_export: bool
     check_indices: bool
     max_nonfinite_losses: int | None
-    verify_every: int | Literal["auto", "off"] | None
+    verify_every: int | str | None
     graph_save_paths: GraphSavePathsOptionsDict
 
 

@@ -333,6 +333,11 @@ class TrainingLoop:
             self.graphs.leave(*executor.left)
             executor.left = None
 
+    def verify_next(self) -> None:
+        """Has the next step compared with PyTorch, if ``debug.verify_every`` is "auto"."""
+        if self._verifier is not None:
+            self._verifier.expect()
+
     def _check(self, plan: Plan, batch: Batch, scale: float) -> Check | None:
         """Returns what checks the results of a run before it takes effect; None for nothing.
 
@@ -685,8 +690,7 @@ class TrainingLoop:
         Returns:
             The outputs.
         """
-        if self._verifier is not None:
-            self._verifier.expect()
+        self.verify_next()
         with Transaction(self, joint=False):
             plan, batch = self.bind(args, kwargs, fetches, training=False)
             executor = self._executor

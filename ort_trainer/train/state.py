@@ -158,6 +158,7 @@ def load(
         if loop.losses is not None and restored.step is not None:
             loop.losses.count = objects.get(LOSSES, {}).get("nonfinite", 0)
         _restore(loop, restored)
+    loop.verify_next()
 
 
 def _warn_of_difference(key: str, current: Mapping[str, Any] | None, restored: Mapping[str, Any]) -> None:

@@ -130,7 +130,7 @@ def test_comparisons_are_silent(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_which_steps_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    monkeypatch.setattr(verification.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr("ort_trainer.export.torch.verification.time.perf_counter", lambda: now[0])
 
     def compared(count: int, seconds: float, expected: Sequence[int] = (), graph: str = "") -> list[int]:
         found = []
