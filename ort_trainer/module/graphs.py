@@ -435,7 +435,7 @@ class CallGraphs:
             call,
             cached=options.utils.cache_exports,
             tolerates=options.tolerates,
-            depends_on_modes=watch.depends_on_modes,
+            depends_on_modes=lambda modules, _: watch.depends_on_modes(modules),
             noted=lambda notes, _: noted.append(notes),
         )
         forward, backward = builder.build_call(sample)

@@ -64,7 +64,7 @@ class GraphBuilder:
         postprocess: The user's own pass over the ONNX model, or None.
         contrib_ops: Whether that pass may add operators that are not standard ONNX.
         cached: Whether to cache exports on disk.
-        depends_on_modes: Called after an export of a training graph with the modules whose mode it depends on.
+        depends_on_modes: Called after an export with the modules whose mode it depends on, and whether it is for training.
         exchanged: Called when the model has exchanged modules in a run for an export; None if that must not happen.
         noted: Called after an export with the notes of what it reads and leaves outside, if the step carries that.
         tolerates: Called with a message about an option without effect on the model; False raises it as an error.
@@ -75,7 +75,7 @@ class GraphBuilder:
     contrib_ops: bool = True
     cached: bool = True
     tolerates: Callable[[str], bool] | None = None
-    depends_on_modes: Callable[[Collection[nn.Module]], None] | None = None
+    depends_on_modes: Callable[[Collection[nn.Module], bool], None] | None = None
     exchanged: Callable[[], None] | None = None
     noted: Callable[[Notes, bool], None] | None = None
 
@@ -221,9 +221,9 @@ class GraphBuilder:
             meanwhile = None if training and kinds(self.step.kernels)[0].of_pytorch else preload
             answer = run_in_child(in_child, draw, meanwhile) if can_isolate() else None
             export = run_export(self.step) if answer is None else Export.from_bytes(answer)
-        if training and self.depends_on_modes is not None:
+        if self.depends_on_modes is not None:
             parts = dict(self.step.module().named_modules())
-            self.depends_on_modes({parts[name] for name in export.modes_read})
+            self.depends_on_modes({parts[name] for name in export.modes_read}, training)
         if self.noted is not None and export.notes is not None:
             self.noted(Notes.from_json(export.notes), training)
         self._log_export(export, time.perf_counter() - start)

@@ -133,7 +133,7 @@ class _Exporter:
     def run(self) -> Export:
         step, training = self._step, self._training
         trainable = {f"model.{name}" for name in step.trainable} if training else set()
-        with borrowed(self._module, trainable, training, step.modes if training else None):
+        with borrowed(self._module, trainable, training, step.modes_in(training)):
             graph = self._flat_graph()
         if isinstance(graph, Export):
             return self._noted(graph)

@@ -69,7 +69,7 @@ def borrowed(
         trainable: Names of the parameters that are to require grad, as in ``module.named_parameters()``: for a tied
             parameter, its first name.
         training: The mode.
-        modes: Submodules with a separate mode.
+        modes: Modules that keep modes of their own.
 
     Raises:
         ExportError: If a forward pass has changed the size of a buffer.

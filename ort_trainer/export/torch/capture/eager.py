@@ -88,7 +88,7 @@ def run_eagerly(
         BORROWED,
         random_state_kept(device, state),
         with_values(step.model, tensors, epsilon, shake) as held,
-        borrowed(module, trained.values(), training=True, modes=step.modes),
+        borrowed(module, trained.values(), training=True, modes=step.modes_in(True)),
         torch.enable_grad(),
     ):
         torch.clear_autocast_cache()  # around a step, it may hold casts of earlier weights
@@ -141,7 +141,7 @@ def evaluate_eagerly(
         BORROWED,
         random_state_kept(step.device_for(sample)),
         with_values(step.model, tensors),
-        borrowed(module, (), training=False),
+        borrowed(module, (), training=False, modes=step.modes_in(False)),
         torch.no_grad(),
         step.autocast_for(sample),
         fast_path_disabled(),
@@ -161,7 +161,7 @@ def exchanges_modules(step: ExportedStep, batch: Mapping[str, torch.Tensor], tra
     before = _tensors(step.model)
     with (
         random_state_kept(step.device_for(sample)),
-        borrowed(module, (), training, step.modes if training else None),
+        borrowed(module, (), training, step.modes_in(training)),
         torch.no_grad(),
         step.autocast_for(sample),
         module.recorder.running(),

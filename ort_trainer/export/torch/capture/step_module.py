@@ -79,7 +79,8 @@ class ExportedStep:
             there is no loss function.
         layouts: The arguments that are not one tensor, with their layouts.
         trainable: Canonical names of the parameters to train.
-        modes: Module -> whether it is in training mode in a training step, if that differs from ``train()``.
+        modes: Modules that keep modes of their own -> whether each is in training mode: those of the loss, and all of a
+            model in which some are in training mode and others are not.
         autocast: dtype of mixed precision, or None.
         opset: ONNX operator set.
         simplified: Whether to simplify the translated graph.
@@ -129,6 +130,11 @@ class ExportedStep:
     def device_for(self, sample: Iterable[torch.Tensor]) -> torch.device:
         """Returns the device of a sample, or of the model if there is no input."""
         return device_of([*sample, *self.model.parameters()])
+
+    def modes_in(self, training: bool) -> Mapping[nn.Module, bool]:
+        """Returns the modules that keep their modes in a training step, or in evaluation: those of the loss alone."""
+        of_model = () if training else set(self.model.modules())
+        return {part: mode for part, mode in self.modes.items() if part not in of_model}
 
     def module(self) -> StepModule:
         """Returns the step as a function of flat tensors."""
