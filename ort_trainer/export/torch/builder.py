@@ -64,7 +64,8 @@ class GraphBuilder:
         postprocess: The user's own pass over the ONNX model, or None.
         contrib_ops: Whether that pass may add operators that are not standard ONNX.
         cached: Whether to cache exports on disk.
-        depends_on_modes: Called after an export with the modules whose mode it depends on, and whether it is for training.
+        depends_on_modes: Called after an export with the modules whose mode it depends on, and whether it is one of a
+            training graph.
         exchanged: Called when the model has exchanged modules in a run for an export; None if that must not happen.
         noted: Called after an export with the notes of what it reads and leaves outside, if the step carries that.
         tolerates: Called with a message about an option without effect on the model; False raises it as an error.

@@ -292,8 +292,8 @@ class ModelWatch:
         warn(
             f"all modules of {type(self._model).__name__} are in evaluation mode, and are trained in "
             f"{'the modes of the last training step' if self._own_modes else 'training mode'}, with dropout and "
-            "statistics of batches: call model.train() before training, or, to train in evaluation mode, eval() on each "
-            "of model.children()"
+            "statistics of batches: call model.train() before, or, to train in evaluation mode, eval() on each of "
+            "model.children()"
         )
 
     def check_exportable(self) -> None:
@@ -342,8 +342,8 @@ class ModelWatch:
         late = [name for name in self._parameters if name in required - self.may_train - self._frozen]
         if late and self._of_loss:
             raise RuntimeError(
-                f"parameters {listed(late)} of loss_fn require grad now, but only the model is trained: make the loss a "
-                "part of the model, and a new trainer, or set their requires_grad to False"
+                f"parameters {listed(late)} of loss_fn require grad now, but only the model is trained: make the loss "
+                "a part of the model, and a new trainer, or set their requires_grad to False"
             )
         if late:
             raise RuntimeError(

@@ -139,7 +139,7 @@ def test_a_model_in_evaluation_mode_is_trained_as_it_was_before() -> None:
     assert pair.models[0].training is False, "the trainer does not change modes"
     fresh = Pair(Net().eval())  # as from_pretrained() returns it
     fresh.reference.train()
-    with pytest.warns(UserWarning, match=r"all modules of Net are in evaluation mode, and are trained in training mode"):
+    with pytest.warns(UserWarning, match="all modules of Net are in evaluation mode, and are trained in training"):
         fresh.step()
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "all modules of")  # once
