@@ -139,13 +139,15 @@ class ExportedGraphs:
         """
         left = self.notes.leftovers
         count = len(tensors) - left.tensors
+        returned = tensors[:count] if left.tensors else tensors
+        if self.links:
+            returned = list(returned)
+            for link in self.links:
+                link.apply(returned, values)
+        result = self.results(returned)  # first, as numbers in it are computed from those before the call
         if left.writes:
             left.leave(self.root, tensors[count:])
-        if self.links:
-            tensors = list(tensors)
-            for link in self.links:
-                link.apply(tensors, values)
-        return self.results(tensors[:count] if left.tensors else tensors)
+        return result
 
     def tensors_in(self, result: Any) -> list[torch.Tensor]:
         """Returns the tensors in a result of the module, in the order in which the graphs return them."""

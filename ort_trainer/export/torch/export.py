@@ -30,7 +30,7 @@ from .capture.borrow import borrowed, quiet
 from .capture.branches import ValuesAsked
 from .capture.call import ExportedCall
 from .capture.capture import Capture, capture
-from .capture.eager import random_state_kept
+from .capture.eager import differentiated, random_state_kept
 from .capture.fingerprint import NoFingerprint, fingerprint, outline
 from .capture.index_ranges import find_index_ranges, reads_values
 from .capture.step_module import ExportedStep
@@ -165,17 +165,31 @@ class _Exporter:
     def _noted(self, export: Export) -> Export:
         """Adds what was noted during the capture: also of a cached graph, which another model may have left."""
         recorder = self._module.recorder
-        for name, (tensor, _) in recorder.outside().items() if export.backward else ():
-            if name in export.step.state and tensor.requires_grad:
-                raise ExportError(
-                    f"forward() of {type(self._step.model).__name__} reads {name!r}, a tensor outside parameters and "
-                    "inputs that requires grad, which a graph computes for these alone: make it a parameter or an input"
-                )
+        self._refuse_gradients_outside(export)
         read = tuple(name for name, part in self._module.named_modules() if id(part) in recorder.modes)
         if not self._step.carries:
             return dataclasses.replace(export, modes_read=read)
         notes = dataclasses.replace(recorder.notes(export.step.state), outline=self._outline)
         return dataclasses.replace(export, modes_read=read, notes=notes.to_json())
+
+    def _refuse_gradients_outside(self, export: Export) -> None:
+        outside = {name: tensor for name, (tensor, _) in self._module.recorder.outside().items()}
+        trained = {name: outside[name] for name in export.step.state if name in outside and outside[name].requires_grad}
+        if trained and export.backward:
+            raise ExportError(
+                f"forward() of {type(self._step.model).__name__} reads {[*trained][:3]}, tensors outside parameters and "
+                "inputs that require grad, which a graph computes for these alone: make them parameters or inputs"
+            )
+        if trained and self._training and not isinstance(self._step, ExportedCall):
+            named = zip((entry.name for entry in self._inputs), self._sample, strict=True)
+            trained_by_loss = differentiated(self._step, dict(named), trained)
+            if trained_by_loss:
+                raise ExportError(
+                    f"the loss passes gradients to {trained_by_loss[:3]}, tensors outside the model that require grad, but "
+                    "a trainer trains the model alone: make them parameters of the model, or train in your own loop "
+                    "with ORTModule(model) and the optimizer that they have there; if they are constants, set their "
+                    "requires_grad to False"
+                )
 
     def _flat_graph(self) -> Export | FlatGraph:
         """Captures and differentiates the step, with another size for symbolic dimensions of size 1 in the sample.

@@ -17,6 +17,7 @@ from .step_module import ExportedStep, StepModule
 __all__ = [
     "EagerStep",
     "coarsest",
+    "differentiated",
     "evaluate_eagerly",
     "exchanges_modules",
     "gradient_of",
@@ -147,6 +148,31 @@ def evaluate_eagerly(
         fast_path_disabled(),
     ):
         return module(*sample), torch.finfo(rounding).eps
+
+
+def differentiated(
+    step: ExportedStep, batch: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]
+) -> list[str]:
+    """Runs a training step in PyTorch, and returns which tensors its loss passes gradients to. Leaves no trace.
+
+    Args:
+        step: The step.
+        batch: Inputs by name.
+        tensors: Tensors outside the model that require grad, by name.
+    """
+    module, sample, _ = _prepared(step, batch)
+    trained = [f"model.{name}" for name in step.trainable]
+    with (
+        random_state_kept(step.device_for(sample)),
+        borrowed(module, trained, training=True, modes=step.modes_in(True)),
+        torch.enable_grad(),
+        module.recorder.running(),
+    ):
+        with step.autocast_for(sample):
+            results = module.run(*sample)
+        loss = next(value for entry, value in zip(step.description.outputs, results, strict=True) if entry.is_loss)
+        gradients = torch.autograd.grad(loss, list(tensors.values()), allow_unused=True)
+    return [name for name, gradient in zip(tensors, gradients, strict=True) if gradient is not None]
 
 
 def exchanges_modules(step: ExportedStep, batch: Mapping[str, torch.Tensor], training: bool) -> bool:
