@@ -580,6 +580,8 @@ class CallGraphs:
             torch.set_grad_enabled(with_grad),
         ):
             result = self._module(*args, **kwargs)
+            for written in self._trial.output:
+                raise SettlingError(written)
             refuse_replaced_buffers(result, buffers, dict(self._module.named_buffers()))
         at = dict(zip(layouts, (*range(len(positional)), *named), strict=True))
         keys = filled(layouts, values, began, copies, self._changing)

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from ...core.dims import fixed_dimensions
-from ...core.errors import IdleOptionError
+from ...core.errors import IdleOptionError, warn
 from ...engine.ort import preload
 from ...engine.programs.loops import LOOPS
 from ...step import Step
@@ -41,6 +41,7 @@ __all__ = ["GraphBuilder"]
 
 _STANDARD = ("", "ai.onnx")
 _log = logging.getLogger(__name__)
+_MOST_OUTPUTS = 5
 # The settings that disable an option without effect.
 _IDLE: dict[str, dict[str, Any]] = {
     "graph_transformer.attn_dropout_recompute": {"attention_dropout": False},
@@ -250,6 +251,11 @@ class GraphBuilder:
             _log.info("%s", remark)
         for problem in export.problems:
             _warn_once(problem)
+        for what in export.output[:_MOST_OUTPUTS]:
+            warn(
+                f"forward() of {type(self.step.model).__name__} or the loss {what}\nThis happens only while the graph "
+                "is made, not in each step: return the value, or do it in the loop or in a callback"
+            )
         graph = export.step
         if graph.measured:
             _log.info("these kernels were chosen in an earlier run: %s", graph.measured)

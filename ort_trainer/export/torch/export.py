@@ -129,6 +129,7 @@ class _Exporter:
         self._key = ""  # in the cache; empty for what can't be cached
         self._remarks: list[str] = []
         self._problems: list[str] = []
+        self._output: tuple[str, ...] = ()
 
     def run(self) -> Export:
         step, training = self._step, self._training
@@ -166,6 +167,7 @@ class _Exporter:
         """Adds what was noted during the capture: also of a cached graph, which another model may have left."""
         recorder = self._module.recorder
         self._refuse_gradients_outside(export)
+        export = dataclasses.replace(export, output=self._output)
         read = tuple(name for name, part in self._module.named_modules() if id(part) in recorder.modes)
         if not self._step.carries:
             return dataclasses.replace(export, modes_read=read)
@@ -174,7 +176,8 @@ class _Exporter:
 
     def _refuse_gradients_outside(self, export: Export) -> None:
         outside = {name: tensor for name, (tensor, _) in self._module.recorder.outside().items()}
-        trained = {name: outside[name] for name in export.step.state if name in outside and outside[name].requires_grad}
+        read = [name for name in export.step.state if name in outside]
+        trained = {name: outside[name] for name in read if outside[name].requires_grad}
         if trained and export.backward:
             raise ExportError(
                 f"forward() of {type(self._step.model).__name__} reads {[*trained][:3]}, tensors outside parameters and "
@@ -185,10 +188,10 @@ class _Exporter:
             trained_by_loss = differentiated(self._step, dict(named), trained)
             if trained_by_loss:
                 raise ExportError(
-                    f"the loss passes gradients to {trained_by_loss[:3]}, tensors outside the model that require grad, but "
-                    "a trainer trains the model alone: make them parameters of the model, or train in your own loop "
-                    "with ORTModule(model) and the optimizer that they have there; if they are constants, set their "
-                    "requires_grad to False"
+                    f"the loss passes gradients to {trained_by_loss[:3]}, tensors outside the model that require grad, "
+                    "but a trainer trains the model alone: make them parameters of the model, or train in your own "
+                    "loop with ORTModule(model) and the optimizer that they have there; if they are constants, set "
+                    "their requires_grad to False"
                 )
 
     def _flat_graph(self) -> Export | FlatGraph:
@@ -210,6 +213,7 @@ class _Exporter:
             self._stage("capture")
             try:
                 captured = self._captured(stand_in)
+                self._output = tuple(self._module.recorder.output)
                 self._outline = outline(captured) if self._step.joint else {}
                 cached = self._cached(captured)
                 if cached is not None:

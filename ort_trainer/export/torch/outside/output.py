@@ -1,0 +1,111 @@
+"""Watches what a run writes for people: printed lines, records of loggers, files, events of TensorBoard.
+
+A graph repeats none of it. Of loggers and files, only what code outside installed libraries writes counts: libraries
+such as transformers log once what they have to say.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import io
+import linecache
+import logging
+import os
+import sys
+import sysconfig
+import threading
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+from unittest import mock
+
+from ....core.errors import PACKAGE, shown
+from ..fx.explain import LIBRARIES, shown_place
+from .numbers import Number
+
+__all__ = ["output_watched", "position_of"]
+
+_STANDARD = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib")})
+_INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
+_TENSORBOARD = "torch.utils.tensorboard.writer"
+
+
+@contextlib.contextmanager
+def output_watched(note: Callable[[str, str], object]) -> Iterator[None]:
+    """A context in which a function is called before this thread writes something for people.
+
+    Events of TensorBoard are not written, as a capture knows no values.
+
+    Args:
+        note: Called with what happens, such as "prints 'loss'", and the line that does it.
+    """
+    thread = threading.get_ident()
+    show, handle, opens = builtins.print, logging.Handler.handle, builtins.open
+
+    def noted(what: str, file: str, line: int, function: str) -> None:
+        if threading.get_ident() == thread:
+            note(what, shown_place((file, str(line), function, linecache.getline(file, line))))
+
+    def noted_at(what: str, frame: FrameType) -> None:
+        noted(what, frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+
+    def printing(*args: Any, **kwargs: Any) -> None:
+        frame = sys._getframe(1)
+        if not frame.f_code.co_filename.startswith(LIBRARIES) and not isinstance(kwargs.get("file"), io.StringIO):
+            noted_at(f"prints {shown(args[0]) if args else 'a line'}", frame)
+        show(*map(_plain, args), **kwargs)
+
+    def handling(handler: logging.Handler, record: logging.LogRecord) -> Any:
+        if _is_users(record.pathname):
+            noted(f"logs {shown(record.msg)}", record.pathname, record.lineno, record.funcName or "")
+        if isinstance(record.args, tuple):
+            record.args = tuple(map(_plain, record.args))
+        return handle(handler, record)
+
+    def opening(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+        frame = sys._getframe(1)
+        while frame.f_back is not None and _is_standard(frame.f_code.co_filename):
+            frame = frame.f_back
+        if not {*mode}.isdisjoint("wax+") and file != os.devnull and _is_users(frame.f_code.co_filename):
+            noted_at(f"writes the file {shown(file)}", frame)
+        return opens(file, mode, *args, **kwargs)
+
+    def writing(name: str) -> Callable[..., None]:
+        return lambda *args, **kwargs: noted_at(f"calls SummaryWriter.{name}()", sys._getframe(1))
+
+    writer = getattr(sys.modules.get(_TENSORBOARD), "SummaryWriter", None)
+    with contextlib.ExitStack() as stack:
+        for owner, name, function in (
+            (builtins, "print", printing),
+            (builtins, "open", opening),
+            (io, "open", opening),
+            (logging.Handler, "handle", handling),
+            *((writer, name, writing(name)) for name in vars(writer or object) if name.startswith("add_")),
+        ):
+            stack.enter_context(mock.patch.object(owner, name, function))
+        yield
+
+
+def position_of(file: io.IOBase) -> int | None:
+    """Returns where the next byte of a file is written; None of one that has no place, or is the process's own."""
+    if file in (sys.stdin, sys.stdout, sys.stderr):
+        return None
+    try:
+        return file.tell() if file.writable() else None
+    except (OSError, ValueError):  # a pipe, or a closed file
+        return None
+
+
+def _plain(value: Any) -> Any:
+    """Returns a number that may change as it is: a graph does not depend on what is shown."""
+    return value.value if type(value) is Number else value
+
+
+def _is_standard(file: str) -> bool:
+    return file.startswith((*_STANDARD, "<frozen")) and not any(part in file for part in _INSTALLED)
+
+
+def _is_users(file: str) -> bool:
+    """Returns whether a file is neither of Python, nor of an installed library, nor of this package."""
+    return not (_is_standard(file) or file.startswith(PACKAGE) or any(part in file for part in _INSTALLED))
