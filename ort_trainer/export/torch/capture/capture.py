@@ -35,6 +35,7 @@ from ..fx.view_writes import DATA, bases_of, refuse_inexact_writes, written
 from ..operators.registry import replacements
 from ..outside.changes import BACKWARD_HOOKS, GLOBAL_HOOKS
 from ..outside.generators import drawing_from_copies
+from ..outside.numbers import functions_of_numbers
 from ..outside.output import output_watched
 from .borrow import fast_path_disabled
 from .branches import Assumption
@@ -148,6 +149,7 @@ def capture(
         _without_drawing_outside_torch(type(module.model).__name__),
         _attributes_put_back(module),
         output_watched(module.recorder.note_output),
+        functions_of_numbers(),
     ):
         exported = _export(module, tuple(sample), dims)
     _refuse_changed_constants(exported)

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from .containers import copied
-from .numbers import Number, evaluate
+from .numbers import Expression, Number, evaluate
 from .places import MISSING, Place, read, write
 
 __all__ = ["Code", "Leftovers", "decode", "encode"]
@@ -68,7 +68,7 @@ def encode(value: Any, tensors: list[torch.Tensor], places: Mapping[int, Place])
     if value is MISSING:
         return ["missing"]
     if type(value) is Number:
-        return ["expression", value.expression]
+        return ["expression", _with_tensors(value.expression, tensors)]
     if value is None or type(value) in (bool, int, float, str):
         return ["plain", value]
     if id(value) in places:
@@ -116,6 +116,15 @@ def encode(value: Any, tensors: list[torch.Tensor], places: Mapping[int, Place])
     return ["object", *_path_of(type(value)), parts, entries]
 
 
+def _with_tensors(expression: Expression, tensors: list[torch.Tensor]) -> Expression:
+    """Returns an expression with results of the run in place of numbers that it computes."""
+    kind, *rest = expression
+    if kind == "symbolic":
+        kind, value = encode(rest[0], tensors, {})
+        return ["is" if kind == "plain" else kind, value]
+    return expression if kind in ("at", "is") else [kind, *(_with_tensors(part, tensors) for part in rest)]
+
+
 def decode(code: Code, tensors: Sequence[torch.Tensor], root: Any) -> Any:
     """Returns the value that :func:`encode` has encoded.
 
@@ -130,7 +139,7 @@ def decode(code: Code, tensors: Sequence[torch.Tensor], root: Any) -> Any:
     if kind == "plain":
         return rest[0]
     if kind == "expression":
-        return evaluate(rest[0], root)
+        return evaluate(rest[0], root, tensors)
     if kind == "place":
         return read(root, tuple(map(tuple, rest[0])))  # type: ignore[arg-type]
     if kind == "tensor":

@@ -381,7 +381,7 @@ class Recorder:
         counters = self._grown - self.uses.fixed
         counters |= self._counted
         for place, code in self.leftovers.writes:
-            replaced = code[0] == "plain" and type(code[1]) in (int, float)
+            replaced = code[0] == "number" or (code[0] == "plain" and type(code[1]) in (int, float))
             if replaced and type(self.reads.get(place)) in (int, float) and place not in self.uses.fixed:
                 counters.add(place)
         return counters
