@@ -180,8 +180,8 @@ class _Exporter:
         trained = {name: outside[name] for name in read if outside[name].requires_grad}
         if trained and export.backward:
             raise ExportError(
-                f"forward() of {type(self._step.model).__name__} reads {[*trained][:3]}, tensors outside parameters and "
-                "inputs that require grad, which a graph computes for these alone: make them parameters or inputs"
+                f"forward() of {type(self._step.model).__name__} reads {[*trained][:3]}, tensors outside parameters "
+                "and inputs that require grad, which a graph computes for these alone: make them parameters or inputs"
             )
         if trained and self._training and not isinstance(self._step, ExportedCall):
             named = zip((entry.name for entry in self._inputs), self._sample, strict=True)

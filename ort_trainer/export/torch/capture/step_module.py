@@ -417,7 +417,7 @@ class StepModule(nn.Module):
                 outputs = self.run(*inputs)
             left = self.recorder.leave(strict=self.leaves)
             self.branches.assume_decisions()
-            return (*outputs, *(map(self.result, left) if self.leaves else ()), *conditions)
+            return (*outputs, *(self.results(left) if self.leaves else ()), *conditions)
 
     def outside(self) -> dict[str, torch.Tensor]:
         """Returns the tensors from outside that become inputs of the graph if it reads them, by name."""
@@ -426,6 +426,11 @@ class StepModule(nn.Module):
         by_name = {name: tensor for name, (tensor, _) in self.recorder.outside().items()}
         by_name |= {text_of(expression): tensor for expression, tensor in self.recorder.uses.scalars}
         return {name: tensor for name, tensor in by_name.items() if memory_of(tensor) is not None}
+
+    def results(self, values: Iterable[Any]) -> tuple[torch.Tensor, ...]:
+        """Returns tensors and numbers that the run computes as results."""
+        tensors = (v if isinstance(v, torch.Tensor) else self.branches.as_tensor(v) for v in values)
+        return tuple(map(self.result, tensors))
 
     @staticmethod
     def result(tensor: torch.Tensor) -> torch.Tensor:

@@ -190,6 +190,7 @@ class ModelWatch:
         self._own_modes: tuple[bool, ...] | None = None  # of a training step, if not all modules are in training mode
         self.modes: dict[nn.Module, bool] | None = None
         self._ignores_modes = self._has_warned = False
+        self._current: dict[bool, int] = {}
         self.trainable: frozenset[str] = frozenset()
         self.last_change = ""
         self._parameters = dict(model.named_parameters())

@@ -59,7 +59,7 @@ def encode(value: Any, tensors: list[torch.Tensor], places: Mapping[int, Place])
 
     Args:
         value: The value.
-        tensors: Receives the tensors in it.
+        tensors: Receives the tensors in it, and the numbers that a run computes.
         places: Places of objects that existed before, by ``id``.
 
     Raises:
@@ -80,8 +80,7 @@ def encode(value: Any, tensors: list[torch.Tensor], places: Mapping[int, Place])
     if isinstance(value, (torch.SymInt, torch.SymFloat)):
         if isinstance(value, torch.SymInt) and value.node.maybe_as_int() is not None:  # the model has fixed it
             return ["plain", int(value)]
-        dtype = torch.int64 if isinstance(value, torch.SymInt) else torch.float64
-        tensors.append(torch.scalar_tensor(value, dtype=dtype))  # type: ignore[arg-type]
+        tensors.append(value)  # type: ignore[arg-type]
         return ["number", len(tensors) - 1]
     name = type(value).__name__
     if type(value) is deque:

@@ -47,12 +47,13 @@ _ARITHMETIC: dict[str, Callable[..., Any]] = {
 _COMPARISONS: dict[str, Callable[..., Any]] = {
     name: getattr(operator, name) for name in ("lt", "le", "gt", "ge", "eq", "ne")
 }
-_ROUNDINGS: dict[str, Callable[..., Any]] = {"floor": math.floor, "ceil": math.ceil, "trunc": math.trunc, "round": round}
-_OF_MATH: dict[str, Callable[..., Any]] = {
-    name: getattr(math, name)
-    for name in ("sqrt", "exp", "expm1", "log", "log1p", "log2", "log10", "sin", "cos", "tan", "tanh", "sinh", "cosh")
-    + ("asin", "acos", "atan", "atan2", "erf", "erfc", "pow", "fabs", "fmod", "copysign", "hypot", "degrees", "radians")
-}
+_ROUNDINGS: dict[str, Callable[..., Any]] = {name: getattr(math, name) for name in ("floor", "ceil", "trunc")}
+_ROUNDINGS["round"] = round
+_NAMES_OF_MATH = (
+    "sqrt exp expm1 log log1p log2 log10 pow fabs fmod copysign hypot erf erfc degrees radians "
+    "sin cos tan asin acos atan atan2 sinh cosh tanh"
+)
+_OF_MATH: dict[str, Callable[..., Any]] = {name: getattr(math, name) for name in _NAMES_OF_MATH.split()}
 _OPERATORS = {**_ARITHMETIC, **_COMPARISONS, **_ROUNDINGS, **{f"math.{name}": _OF_MATH[name] for name in _OF_MATH}}
 # Functions in which a number may be a tensor without dimensions, with the same result.
 _OF_TENSORS = frozenset(
