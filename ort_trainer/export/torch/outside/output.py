@@ -88,8 +88,8 @@ def output_watched(note: Callable[[str, str], object]) -> Iterator[None]:
 
 
 def position_of(file: io.IOBase) -> int | None:
-    """Returns where the next byte of a file is written; None of one that has no place, or is the process's own."""
-    if file in (sys.stdin, sys.stdout, sys.stderr):
+    """Returns where a file is written next; None for one in memory, without a position, or of the whole process."""
+    if isinstance(file, (io.StringIO, io.BytesIO)) or file in (sys.stdin, sys.stdout, sys.stderr):
         return None
     try:
         return file.tell() if file.writable() else None

@@ -137,7 +137,7 @@ class Recorder:
         self._of_classes: set[tuple[int, str]] = set()  # ids of classes and Python modules, with attributes recorded
         self._places_of_classes: dict[int, Place] = {}  # id of a class -> its first place
         self._names: set[str] = set()  # names of globals and attributes in the code of all functions
-        self._files: list[tuple[Place, Any, int | None]] = []  # each with its position when it was met
+        self._files: list[tuple[Place, Any, int]] = []  # each with its position when it was met
         self._iterators: list[tuple[Place, Iterator[Any], str]] = []  # each with its text when it was met
         self._values: set[Place] = set()  # of tensors whose numbers were read
         self._listed: set[Place] = set()  # of the __dict__s whose keys were read
@@ -544,7 +544,8 @@ class Recorder:
                 self._meet(part, (*place, Access("key", key)))
         elif isinstance(value, Iterator):
             if isinstance(value, io.IOBase):  # what files hold is not watched
-                self._files.append((place, value, position_of(value)))
+                at = position_of(value)
+                self._files += [] if at is None else [(place, value, at)]
             else:
                 self._iterators.append((place, value, repr(value) if type(value) is itertools.count else ""))
         elif isinstance(value, MEMORIES):
