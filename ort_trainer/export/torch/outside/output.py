@@ -13,9 +13,9 @@ import linecache
 import logging
 import os
 import sys
-import sysconfig
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import FrameType
 from typing import Any
 from unittest import mock
@@ -26,7 +26,7 @@ from .numbers import Number
 
 __all__ = ["output_watched", "position_of"]
 
-_STANDARD = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib")})
+_STANDARD = (str(Path(os.__file__).parent) + os.sep, "<frozen")
 _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 _TENSORBOARD = "torch.utils.tensorboard.writer"
 
@@ -51,16 +51,17 @@ def output_watched(note: Callable[[str, str], object]) -> Iterator[None]:
         noted(what, frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
 
     def printing(*args: Any, **kwargs: Any) -> None:
-        frame = sys._getframe(1)
+        args, frame = tuple(map(_plain, args)), sys._getframe(1)
         if not frame.f_code.co_filename.startswith(LIBRARIES) and not isinstance(kwargs.get("file"), io.StringIO):
             noted_at(f"prints {shown(args[0]) if args else 'a line'}", frame)
-        show(*map(_plain, args), **kwargs)
+        show(*args, **kwargs)
 
     def handling(handler: logging.Handler, record: logging.LogRecord) -> Any:
-        if _is_users(record.pathname):
-            noted(f"logs {shown(record.msg)}", record.pathname, record.lineno, record.funcName or "")
+        record.msg = _plain(record.msg)
         if isinstance(record.args, tuple):
             record.args = tuple(map(_plain, record.args))
+        if _is_users(record.pathname):
+            noted(f"logs {shown(record.msg)}", record.pathname, record.lineno, record.funcName or "")
         return handle(handler, record)
 
     def opening(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
@@ -103,7 +104,7 @@ def _plain(value: Any) -> Any:
 
 
 def _is_standard(file: str) -> bool:
-    return file.startswith((*_STANDARD, "<frozen")) and not any(part in file for part in _INSTALLED)
+    return file.startswith(_STANDARD) and not any(part in file for part in _INSTALLED)
 
 
 def _is_users(file: str) -> bool:

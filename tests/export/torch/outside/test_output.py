@@ -48,7 +48,7 @@ class Writes(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.step += 1
-        print("mean", x.mean().item(), self.step)
+        print(self.step, x.mean().item())
         LOG.info("step %d", self.step)
         self.path.with_suffix(".txt").write_text("x")
         self.file.write("x")
@@ -107,7 +107,7 @@ def warned_in_three_steps(model: nn.Module) -> list[str]:
 
 def test_a_trainer_warns_once_for_each_line(tmp_path: Path) -> None:
     printed, logged, wrote, written, event = warned_in_three_steps(Writes(tmp_path / "log"))
-    assert "Writes or the loss prints 'mean'\n  File \"" in printed and "test_output.py" in printed
+    assert "Writes or the loss prints 1\n  File " in printed and "test_output.py" in printed
     assert "logs 'step %d'\n" in logged and "in forward: LOG.info(" in logged
     assert "writes the file " in wrote and '.with_suffix(".txt").write_text("x")' in wrote
     assert "calls SummaryWriter.add_scalar()\n" in written and "writes to 'file'\n" in event
