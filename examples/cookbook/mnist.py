@@ -24,7 +24,8 @@ class Net(nn.Module):
         return F.log_softmax(self.fc2(x), dim=1)
 
 
-def train(trainer, epoch, steps, losses):
+def train(model, trainer, epoch, steps, losses):
+    model.train()
     for data, target in batches(200, epoch)[: steps - len(losses)]:
         loss, _ = trainer.train_step(data, target)
         losses.append(loss.item())
@@ -46,7 +47,7 @@ def main(steps=90):
     losses = []
     epoch = 0
     while len(losses) < steps:
-        train(trainer, epoch, steps, losses)
+        train(model, trainer, epoch, steps, losses)
         test(model)
         scheduler.step()
         epoch += 1

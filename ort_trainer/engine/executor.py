@@ -432,9 +432,15 @@ class Executor:
         """Returns a runner of a graph on the executor's tensors.
 
         Raises:
-            RuntimeError: If the graph can't be loaded.
+            RuntimeError: If the graph can't be loaded, or takes a buffer that has become a tensor meanwhile.
         """
         tensors = {**self.parameters, **self.buffers, **self.outside}
+        late = [name for name in step.state if name not in tensors]
+        if late:
+            raise RuntimeError(
+                f"the buffers {late} were None when the first step was exported, and are tensors now: give them values "
+                "before, for example by a call of the model, in a new trainer that loads this one's state_dict()"
+            )
         state = {name: tensors[name] for name in step.state}
         try:
             if step.programs is not None:

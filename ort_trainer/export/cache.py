@@ -98,6 +98,7 @@ class Export:
         remarks: Messages about the export.
         problems: Why the cache could not be read or written.
         backward: The backward passes of a call, whose forward pass is the step; empty for others.
+        output: What the captured run writes for people, with the lines that do it; not kept in the cache.
         notes: What the captured model reads and leaves outside tensors, as JSON values; not kept in the cache.
     """
 
@@ -109,6 +110,7 @@ class Export:
     remarks: tuple[str, ...] = ()
     problems: tuple[str, ...] = ()
     backward: tuple[Step, ...] = ()
+    output: tuple[str, ...] = ()
     notes: Any = None
 
     def accepts(self, sizes: Mapping[str, int]) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 import contextlib
 import os
 import re
@@ -12,7 +11,6 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import nn
@@ -22,6 +20,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from ..core.errors import ExportError, IdleOptionError, ValueBranchError, shown
 from ..engine.torch_memory import divided, freed_storages, sparse
 from ..export.torch.fx.explain import forward_line
+from ..export.torch.outside.output import output_watched
 
 __all__ = [
     "AT_RUN_TIME",
@@ -79,13 +78,14 @@ class SettlingError(ExportError):
     """A call changes its module, as the first call of many modules does: PyTorch runs it, and a later one is exported.
 
     Args:
-        what: What it changes.
+        what: What it changes or writes.
+        line: The line that does it, if it is known.
     """
 
-    def __init__(self, what: str) -> None:
+    def __init__(self, what: str, line: str = "") -> None:
         super().__init__(
             f"forward() {what}, which a graph does not do: if it is only for show, leave it out; a counter or a "
-            "statistic can be a buffer that is changed in place"
+            f"statistic can be a buffer that is changed in place{line and chr(10)}  {line}".rstrip()
         )
 
 
@@ -277,8 +277,7 @@ def refuse_freed(module: nn.Module) -> None:
 def settled(module: nn.Module) -> Iterator[None]:
     """A context of a trial run, which raises if the forward pass does what a graph would not repeat in each call.
 
-    It must not create or replace parts of the module, as a first call may, and must not print. Nothing is printed
-    meanwhile, because the call will run again.
+    It must not create or replace parts of the module, as a first call may, and must not write anything for people.
 
     Args:
         module: The module, whose state the caller restores.
@@ -287,15 +286,11 @@ def settled(module: nn.Module) -> Iterator[None]:
         SettlingError: If so.
     """
     parts = {name: (part, type(part), _parts(part)) for name, part in module.named_modules()}
-    thread, show, printed = threading.get_ident(), builtins.print, []
 
-    def watched(*args: Any, **kwargs: Any) -> None:
-        if threading.get_ident() == thread:
-            printed.append(args)
-        else:
-            show(*args, **kwargs)
+    def refuse(what: str, line: str) -> None:
+        raise SettlingError(what, line)  # before anything is written, because the call will run again
 
-    with mock.patch.object(builtins, "print", watched):
+    with output_watched(refuse):
         yield
     changed = [
         name or "the module"
@@ -304,8 +299,6 @@ def settled(module: nn.Module) -> Iterator[None]:
     ]
     if changed:
         raise SettlingError(f"makes or replaces parts of {', '.join(map(repr, changed[:5]))}")
-    if printed:
-        raise SettlingError(f"prints {shown(printed[0][0]) if printed[0] else 'a line'}")
 
 
 def _parts(part: nn.Module) -> list[Any]:

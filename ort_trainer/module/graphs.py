@@ -139,13 +139,15 @@ class ExportedGraphs:
         """
         left = self.notes.leftovers
         count = len(tensors) - left.tensors
+        returned = tensors[:count] if left.tensors else tensors
+        if self.links:
+            returned = list(returned)
+            for link in self.links:
+                link.apply(returned, values)
+        result = self.results(returned)  # first, as numbers in it are computed from those before the call
         if left.writes:
             left.leave(self.root, tensors[count:])
-        if self.links:
-            tensors = list(tensors)
-            for link in self.links:
-                link.apply(tensors, values)
-        return self.results(tensors[:count] if left.tensors else tensors)
+        return result
 
     def tensors_in(self, result: Any) -> list[torch.Tensor]:
         """Returns the tensors in a result of the module, in the order in which the graphs return them."""
@@ -441,7 +443,7 @@ class CallGraphs:
             call,
             cached=options.utils.cache_exports and not self._is_renewed,
             tolerates=options.tolerates,
-            depends_on_modes=watch.depends_on_modes,
+            depends_on_modes=lambda modules, _: watch.depends_on_modes(modules),
             noted=lambda notes, _: noted.append(notes),
         )
         forward, backward = builder.build_call(sample)
@@ -585,6 +587,8 @@ class CallGraphs:
             torch.set_grad_enabled(with_grad),
         ):
             result = self._module(*args, **kwargs)
+            for written in self._trial.output:
+                raise SettlingError(written)
             refuse_replaced_buffers(result, buffers, dict(self._module.named_buffers()))
         at = dict(zip(layouts, (*range(len(positional)), *named), strict=True))
         keys = filled(layouts, values, began, copies, self._changing)

@@ -248,6 +248,25 @@ def test_first_calls_make_a_module(make: Callable[[], nn.Module], policy: str) -
     close(ours.state_dict(), eager.state_dict())
 
 
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.scale = nn.Linear(6, 2), torch.full((2,), 0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) * self.scale
+
+
+def test_a_tensor_outside_that_requires_grad_later() -> None:
+    ours = ORTModule(Scaled())
+    ours(X).sum().backward()
+    assert count(ours) == 1
+    ours.scale.requires_grad_(True)
+    with pytest.warns(UserWarning, match=r"reads \['scale'\], tensors outside parameters and inputs that require grad"):
+        ours(X).sum().backward()
+    close(ours.scale.grad, ours.linear(X).sum(0).detach())
+
+
 class Measures(nn.Module):
     def __init__(self) -> None:
         super().__init__()

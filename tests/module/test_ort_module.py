@@ -76,6 +76,29 @@ def test_copies() -> None:
         close(other(X), ours(X))
 
 
+class Steps(nn.Module):
+    """Returns numbers that it counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.step, self.log = nn.Linear(6, 2), 0, {"rows": 0.5}
+
+    def forward(self, x: torch.Tensor) -> dict[str, Any]:
+        before = self.step
+        self.step += 1
+        self.log["rows"] += 2
+        return {"out": self.linear(x), "step": self.step, "next": self.step + 1, "before": before, "log": self.log}
+
+
+def test_numbers_among_the_results() -> None:
+    module = Steps()
+    eager, ours = copy.deepcopy(module), ORTModule(module, fallback="error")
+    for _ in range(3):
+        results, expected = ours(X), eager(X)
+        close(results.pop("out"), expected.pop("out"))
+        assert results == expected and results["log"] is module.log
+
+
 class Counts:
     """A hook that can be copied."""
 

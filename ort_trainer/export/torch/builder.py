@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from ...core.dims import fixed_dimensions
-from ...core.errors import IdleOptionError
+from ...core.errors import IdleOptionError, warn
 from ...engine.ort import preload
 from ...engine.programs.loops import LOOPS
 from ...step import RandomInput, Step
@@ -41,6 +41,7 @@ __all__ = ["GraphBuilder"]
 
 _STANDARD = ("", "ai.onnx")
 _log = logging.getLogger(__name__)
+_MOST_OUTPUTS = 5
 # The settings that disable an option without effect.
 _IDLE: dict[str, dict[str, Any]] = {
     "graph_transformer.attn_dropout_recompute": {"attention_dropout": False},
@@ -64,7 +65,8 @@ class GraphBuilder:
         postprocess: The user's own pass over the ONNX model, or None.
         contrib_ops: Whether that pass may add operators that are not standard ONNX.
         cached: Whether to cache exports on disk.
-        depends_on_modes: Called after an export of a training graph with the modules whose mode it depends on.
+        depends_on_modes: Called after an export with the modules whose mode it depends on, and whether it is one of a
+            training graph.
         exchanged: Called when the model has exchanged modules in a run for an export; None if that must not happen.
         noted: Called after an export with the notes of what it reads and leaves outside, if the step carries that.
         tolerates: Called with a message about an option without effect on the model; False raises it as an error.
@@ -75,7 +77,7 @@ class GraphBuilder:
     contrib_ops: bool = True
     cached: bool = True
     tolerates: Callable[[str], bool] | None = None
-    depends_on_modes: Callable[[Collection[nn.Module]], None] | None = None
+    depends_on_modes: Callable[[Collection[nn.Module], bool], None] | None = None
     exchanged: Callable[[], None] | None = None
     noted: Callable[[Notes, bool], None] | None = None
 
@@ -224,9 +226,9 @@ class GraphBuilder:
             meanwhile = None if training and kinds(self.step.kernels)[0].of_pytorch else preload
             answer = run_in_child(in_child, draw, meanwhile) if can_isolate() else None
             export = run_export(self.step) if answer is None else Export.from_bytes(answer)
-        if training and self.depends_on_modes is not None:
+        if self.depends_on_modes is not None:
             parts = dict(self.step.module().named_modules())
-            self.depends_on_modes({parts[name] for name in export.modes_read})
+            self.depends_on_modes({parts[name] for name in export.modes_read}, training)
         if self.noted is not None and export.notes is not None:
             self.noted(Notes.from_json(export.notes), training)
         self._log_export(export, time.perf_counter() - start)
@@ -252,6 +254,11 @@ class GraphBuilder:
             _log.info("%s", remark)
         for problem in export.problems:
             _warn_once(problem)
+        for what in export.output[:_MOST_OUTPUTS]:
+            warn(
+                f"forward() of {type(self.step.model).__name__} or the loss {what}\nThis happens only while the graph "
+                "is made, not in each step: return the value, or do it in the loop or in a callback"
+            )
         graph = export.step
         if graph.measured:
             _log.info("these kernels were chosen in an earlier run: %s", graph.measured)

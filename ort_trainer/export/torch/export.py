@@ -30,7 +30,7 @@ from .capture.borrow import borrowed, quiet
 from .capture.branches import ValuesAsked
 from .capture.call import ExportedCall
 from .capture.capture import Capture, capture
-from .capture.eager import random_state_kept
+from .capture.eager import differentiated, random_state_kept
 from .capture.fingerprint import NoFingerprint, fingerprint, outline
 from .capture.index_ranges import find_index_ranges, reads_values
 from .capture.step_module import ExportedStep
@@ -129,11 +129,12 @@ class _Exporter:
         self._key = ""  # in the cache; empty for what can't be cached
         self._remarks: list[str] = []
         self._problems: list[str] = []
+        self._output: tuple[str, ...] = ()
 
     def run(self) -> Export:
         step, training = self._step, self._training
         trainable = {f"model.{name}" for name in step.trainable} if training else set()
-        with borrowed(self._module, trainable, training, step.modes if training else None):
+        with borrowed(self._module, trainable, training, step.modes_in(training)):
             graph = self._flat_graph()
         if isinstance(graph, Export):
             return self._noted(graph)
@@ -165,17 +166,33 @@ class _Exporter:
     def _noted(self, export: Export) -> Export:
         """Adds what was noted during the capture: also of a cached graph, which another model may have left."""
         recorder = self._module.recorder
-        for name, (tensor, _) in recorder.outside().items() if export.backward else ():
-            if name in export.step.state and tensor.requires_grad:
-                raise ExportError(
-                    f"forward() of {type(self._step.model).__name__} reads {name!r}, a tensor outside parameters and "
-                    "inputs that requires grad, which a graph computes for these alone: make it a parameter or an input"
-                )
+        self._refuse_gradients_outside(export)
+        export = dataclasses.replace(export, output=self._output)
         read = tuple(name for name, part in self._module.named_modules() if id(part) in recorder.modes)
         if not self._step.carries:
             return dataclasses.replace(export, modes_read=read)
         notes = dataclasses.replace(recorder.notes(export.step.state), outline=self._outline)
         return dataclasses.replace(export, modes_read=read, notes=notes.to_json())
+
+    def _refuse_gradients_outside(self, export: Export) -> None:
+        outside = {name: tensor for name, (tensor, _) in self._module.recorder.outside().items()}
+        read = [name for name in export.step.state if name in outside]
+        trained = {name: outside[name] for name in read if outside[name].requires_grad}
+        if trained and export.backward:
+            raise ExportError(
+                f"forward() of {type(self._step.model).__name__} reads {[*trained][:3]}, tensors outside parameters "
+                "and inputs that require grad, which a graph computes for these alone: make them parameters or inputs"
+            )
+        if trained and self._training and not isinstance(self._step, ExportedCall):
+            named = zip((entry.name for entry in self._inputs), self._sample, strict=True)
+            trained_by_loss = differentiated(self._step, dict(named), trained)
+            if trained_by_loss:
+                raise ExportError(
+                    f"the loss passes gradients to {trained_by_loss[:3]}, tensors outside the model that require grad, "
+                    "but a trainer trains the model alone: make them parameters of the model, or train in your own "
+                    "loop with ORTModule(model) and the optimizer that they have there; if they are constants, set "
+                    "their requires_grad to False"
+                )
 
     def _flat_graph(self) -> Export | FlatGraph:
         """Captures and differentiates the step, with another size for symbolic dimensions of size 1 in the sample.
@@ -196,6 +213,7 @@ class _Exporter:
             self._stage("capture")
             try:
                 captured = self._captured(stand_in)
+                self._output = tuple(self._module.recorder.output)
                 self._outline = outline(captured) if self._step.joint else {}
                 cached = self._cached(captured)
                 if cached is not None:

@@ -319,3 +319,27 @@ def test_random_numbers_from_outside_torch_are_refused(draw: Callable[[], float]
     with context:
         trainer.train_step(torch.rand(5, 8), torch.tensor([0, 1, 2, 0, 1]))
     assert not name or draw() != expected, "no generator of the process is put back"
+
+
+def test_gradients_of_the_loss_to_tensors_outside_the_model() -> None:
+    """A teacher's parameters require grad as well, but usually no gradient reaches them."""
+    weight, teacher = nn.Parameter(torch.tensor(0.5)), nn.Linear(8, 3)
+
+    def weighted(prediction: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            target = teacher(x)
+        return (F.mse_loss(prediction, target) + F.mse_loss(prediction, teacher(x).detach())) * weight
+
+    reference = nn.Linear(8, 3)
+    model = copy.deepcopy(reference)
+    trainer = ORTTrainer(model, "auto", optim.SGDConfig(lr=0.1), loss_fn=weighted)
+    message = r"passes gradients to \['loss_fn.<variable 1>'\], .*: make them parameters of the model, or .* ORTModule"
+    with pytest.raises(ExportError, match=message):
+        trainer.train_step(X, X)
+    weight.requires_grad_(False)
+    expected = weighted(reference(X), X)
+    torch.testing.assert_close(trainer.train_step(X, X)[0], expected.detach())
+    weight.requires_grad_(True)
+    with pytest.raises(ExportError, match=message):
+        trainer.train_step(X, X)
+    torch.testing.assert_close(trainer.eval_step(X, X)[0], weighted(model(X), X).detach())

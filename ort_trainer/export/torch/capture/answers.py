@@ -53,7 +53,7 @@ def answers_of(step: ExportedStep, batch: Mapping[str, torch.Tensor], training: 
             return result
 
     with (
-        borrowed(module, trainable, training, step.modes if training else None),
+        borrowed(module, trainable, training, step.modes_in(training)),
         random_state_kept(step.device_for(sample)),
         torch.no_grad(),
         step.autocast_for(sample),

@@ -33,6 +33,8 @@ _WARNINGS = (
     # Modules such as LSTM keep lists of their weights, which an export reassigns.
     "The tensor attributes? .*_flat_weights.* (was|were) assigned during export",
     ".*isinstance\\(treespec, LeafSpec\\).*",
+    # The export finds out whether gradients go there.
+    "A model attribute .* requires gradient.? but it's not properly registered",
     # The conversion raises its own error afterwards.
     "Converting a tensor with requires_grad=True to a scalar.*",
 )
@@ -69,7 +71,7 @@ def borrowed(
         trainable: Names of the parameters that are to require grad, as in ``module.named_parameters()``: for a tied
             parameter, its first name.
         training: The mode.
-        modes: Submodules with a separate mode.
+        modes: Modules that keep modes of their own.
 
     Raises:
         ExportError: If a forward pass has changed the size of a buffer.

@@ -360,6 +360,16 @@ class Branches:
         numbers = {s: self._numbers[s][0] for s in symbols & self._numbers.keys()}
         return {**sizes, **{s: t.double() if t.is_floating_point() else t.long() for s, t in numbers.items()}}
 
+    def as_tensor(self, value: torch.SymInt | torch.SymFloat) -> torch.Tensor:
+        """Returns a number that the run computes as a tensor of the graph."""
+        dtype = torch.int64 if isinstance(value, torch.SymInt) else torch.float64
+        symbols = value.node.expr.free_symbols
+        if self._numbers.keys().isdisjoint(symbols) or not symbols <= self._numbers.keys() | self._sizes.keys():
+            return torch.scalar_tensor(value, dtype=dtype)  # type: ignore[arg-type]
+        # Compiled loops can't pass on a number that is read from a tensor.
+        computed: torch.Tensor = _computed(value.node.expr, self._as_tensors(symbols))
+        return computed.to(dtype)
+
     def _depends_on_numbers(self, expression: Any) -> bool:
         """Returns whether an expression has numbers read from tensors, or sizes that values decide."""
         symbols = expression.free_symbols

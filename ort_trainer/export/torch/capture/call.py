@@ -142,7 +142,7 @@ class CallModule(StepModule):
         if self._filled:
             result = with_entries(result, self._filled, args, kwargs)
         try:
-            return tuple(map(self.result, self.recorder.written(result)))
+            return self.results(self.recorder.written(result))
         except TypeError:  # of a class that only exists in a function, for example
             self.recorder.result = None
         leaves: dict[str, torch.Tensor] = {}

@@ -35,6 +35,8 @@ from ..fx.view_writes import DATA, bases_of, refuse_inexact_writes, written
 from ..operators.registry import replacements
 from ..outside.changes import BACKWARD_HOOKS, GLOBAL_HOOKS
 from ..outside.generators import drawing_from_copies
+from ..outside.numbers import functions_of_numbers
+from ..outside.output import output_watched
 from .borrow import fast_path_disabled
 from .branches import Assumption
 from .step_module import StepModule
@@ -146,6 +148,8 @@ def capture(
         users_lines_of_conditions(),
         _without_drawing_outside_torch(type(module.model).__name__),
         _attributes_put_back(module),
+        output_watched(module.recorder.note_output),
+        functions_of_numbers(),
     ):
         exported = _export(module, tuple(sample), dims)
     _refuse_changed_constants(exported)

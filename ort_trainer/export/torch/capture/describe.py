@@ -290,10 +290,12 @@ def _outputs(
             yield name, value
 
 
-def _own_modes(*parts: Any) -> dict[nn.Module, bool]:
-    """Returns the modes of all modules of a model or a loss, if some are in training mode and others are not."""
-    modes = [{part: part.training for part in each.modules()} for each in parts if isinstance(each, nn.Module)]
-    return {part: mode for each in modes if len(set(each.values())) > 1 for part, mode in each.items()}
+def _own_modes(model: nn.Module, loss_fn: Any) -> dict[nn.Module, bool]:
+    """Returns the modules that keep modes of their own; see :class:`ExportedStep`."""
+    of_model = {part: part.training for part in model.modules()}
+    of_loss = {part: part.training for part in loss_fn.modules()} if isinstance(loss_fn, nn.Module) else {}
+    others = {part: mode for part, mode in of_loss.items() if part not in of_model}
+    return others | (of_model if len(set(of_model.values())) > 1 else {})
 
 
 def _to_convert(layouts: Mapping[str, Layout]) -> str:

@@ -21,6 +21,7 @@ from .step_module import ExportedStep, StepModule
 __all__ = [
     "EagerStep",
     "coarsest",
+    "differentiated",
     "dropping_as",
     "evaluate_eagerly",
     "exchanges_modules",
@@ -98,7 +99,7 @@ def run_eagerly(
         random_state_kept(device, state),
         dropping_as(random, device),
         with_values(step.model, tensors, epsilon, shake) as held,
-        borrowed(module, trained.values(), training=True, modes=step.modes),
+        borrowed(module, trained.values(), training=True, modes=step.modes_in(True)),
         torch.set_grad_enabled(backward),
     ):
         torch.clear_autocast_cache()  # around a step, it may hold casts of earlier weights
@@ -151,12 +152,37 @@ def evaluate_eagerly(
         BORROWED,
         random_state_kept(step.device_for(sample)),
         with_values(step.model, tensors),
-        borrowed(module, (), training=False),
+        borrowed(module, (), training=False, modes=step.modes_in(False)),
         torch.no_grad(),
         step.autocast_for(sample),
         fast_path_disabled(),
     ):
         return module(*sample), torch.finfo(rounding).eps
+
+
+def differentiated(
+    step: ExportedStep, batch: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]
+) -> list[str]:
+    """Runs a training step in PyTorch, and returns which tensors its loss passes gradients to. Leaves no trace.
+
+    Args:
+        step: The step.
+        batch: Inputs by name.
+        tensors: Tensors outside the model that require grad, by name.
+    """
+    module, sample, _ = _prepared(step, batch)
+    trained = [f"model.{name}" for name in step.trainable]
+    with (
+        random_state_kept(step.device_for(sample)),
+        borrowed(module, trained, training=True, modes=step.modes_in(True)),
+        torch.enable_grad(),
+        module.recorder.running(),
+    ):
+        with step.autocast_for(sample):
+            results = module.run(*sample)
+        loss = next(value for entry, value in zip(step.description.outputs, results, strict=True) if entry.is_loss)
+        gradients = torch.autograd.grad(loss, list(tensors.values()), allow_unused=True)
+    return [name for name, gradient in zip(tensors, gradients, strict=True) if gradient is not None]
 
 
 def exchanges_modules(step: ExportedStep, batch: Mapping[str, torch.Tensor], training: bool) -> bool:
@@ -171,7 +197,7 @@ def exchanges_modules(step: ExportedStep, batch: Mapping[str, torch.Tensor], tra
     before = _tensors(step.model)
     with (
         random_state_kept(step.device_for(sample)),
-        borrowed(module, (), training, step.modes if training else None),
+        borrowed(module, (), training, step.modes_in(training)),
         torch.no_grad(),
         step.autocast_for(sample),
         module.recorder.running(),

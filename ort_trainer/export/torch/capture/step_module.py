@@ -79,7 +79,8 @@ class ExportedStep:
             there is no loss function.
         layouts: The arguments that are not one tensor, with their layouts.
         trainable: Canonical names of the parameters to train.
-        modes: Module -> whether it is in training mode in a training step, if that differs from ``train()``.
+        modes: Modules that keep modes of their own -> whether each is in training mode: those of the loss, and all of a
+            model in which some are in training mode and others are not.
         autocast: dtype of mixed precision, or None.
         opset: ONNX operator set.
         simplified: Whether to simplify the translated graph.
@@ -129,6 +130,11 @@ class ExportedStep:
     def device_for(self, sample: Iterable[torch.Tensor]) -> torch.device:
         """Returns the device of a sample, or of the model if there is no input."""
         return device_of([*sample, *self.model.parameters()])
+
+    def modes_in(self, training: bool) -> Mapping[nn.Module, bool]:
+        """Returns the modules that keep their modes in a training step, or in evaluation: those of the loss alone."""
+        of_model = () if training else set(self.model.modules())
+        return {part: mode for part, mode in self.modes.items() if part not in of_model}
 
     def module(self) -> StepModule:
         """Returns the step as a function of flat tensors."""
@@ -411,7 +417,7 @@ class StepModule(nn.Module):
                 outputs = self.run(*inputs)
             left = self.recorder.leave(strict=self.leaves)
             self.branches.assume_decisions()
-            return (*outputs, *(map(self.result, left) if self.leaves else ()), *conditions)
+            return (*outputs, *(self.results(left) if self.leaves else ()), *conditions)
 
     def outside(self) -> dict[str, torch.Tensor]:
         """Returns the tensors from outside that become inputs of the graph if it reads them, by name."""
@@ -420,6 +426,11 @@ class StepModule(nn.Module):
         by_name = {name: tensor for name, (tensor, _) in self.recorder.outside().items()}
         by_name |= {text_of(expression): tensor for expression, tensor in self.recorder.uses.scalars}
         return {name: tensor for name, tensor in by_name.items() if memory_of(tensor) is not None}
+
+    def results(self, values: Iterable[Any]) -> tuple[torch.Tensor, ...]:
+        """Returns tensors and numbers that the run computes as results."""
+        tensors = (v if isinstance(v, torch.Tensor) else self.branches.as_tensor(v) for v in values)
+        return tuple(map(self.result, tensors))
 
     @staticmethod
     def result(tensor: torch.Tensor) -> torch.Tensor:

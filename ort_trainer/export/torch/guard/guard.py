@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ....core.errors import warn
 from ....core.interrupts import uninterrupted
 from ...model_source import Named, nothing_to_train
 from ..capture.borrow import BORROWED
@@ -65,7 +66,9 @@ class Guard:
         self._model = ModelWatch(model, trainable, frozen)
         self._modules = [self._model]
         if isinstance(loss_fn, nn.Module) and not isinstance(loss_fn, torch.jit.ScriptModule):
-            self._modules.append(ModelWatch(loss_fn, (), [name for name, _ in loss_fn.named_parameters()]))
+            of_model = set(map(id, model.parameters()))
+            shared = [name for name, parameter in loss_fn.named_parameters() if id(parameter) in of_model]
+            self._modules.append(ModelWatch(loss_fn, (), shared, of_loss=True))
         self._root = Root(model, loss_fn)
         self._reads = Reads(self._root)
         self.carried = CarriedState(self._root)
@@ -121,8 +124,11 @@ class Guard:
 
     @property
     def modes(self) -> Mapping[nn.Module, bool]:
-        """Module -> whether it is in training mode in a training step, if that differs from ``train()``."""
-        return {part: mode for watch in self._modules for part, mode in (watch.modes or {}).items()}
+        """Modules that keep modes of their own; see ``ExportedStep.modes``."""
+        shared = set(self._root.model.modules())
+        of_loss = (watch.modes or {} for watch in self._modules[1:])
+        others = {part: mode for modes in of_loss for part, mode in modes.items() if part not in shared}
+        return {**others, **(self._model.modes or {})}
 
     def check_exportable(self) -> None:
         """Checks what only an export requires of the model: see ``ModelWatch.check_exportable``."""
@@ -133,9 +139,9 @@ class Guard:
         """Takes the modules that a run for an export has put in the place of others."""
         self._model.take_exchanged_modules()
 
-    def depends_on_modes(self, modules: Collection[nn.Module]) -> None:
-        """Records which modules' modes the graph of the current variant depends on."""
-        for watch in self._modules:
+    def depends_on_modes(self, modules: Collection[nn.Module], training: bool) -> None:
+        """Records which modules' modes a new graph of the current variant depends on."""
+        for watch in self._modules if training else self._modules[1:]:
             watch.depends_on_modes(modules)
 
 
@@ -152,6 +158,7 @@ class ModelWatch:
         frozen: Names of parameters that are never trained, even if they require grad.
         for_calls: Whether graphs are for calls of the model in a loop of PyTorch: they run in the modes that the
             modules are in, even if all are in evaluation mode, and autograd runs the hooks of parameters.
+        of_loss: Whether the model is a loss, which always runs in the modes that its modules are in.
 
     Attributes:
         may_train: The argument ``trainable``.
@@ -161,10 +168,15 @@ class ModelWatch:
     """
 
     def __init__(
-        self, model: nn.Module, trainable: Collection[str], frozen: Collection[str], for_calls: bool = False
+        self,
+        model: nn.Module,
+        trainable: Collection[str],
+        frozen: Collection[str],
+        for_calls: bool = False,
+        of_loss: bool = False,
     ) -> None:
         self._model = model
-        self._for_calls = for_calls
+        self._for_calls, self._of_loss = for_calls, of_loss
         self._asked = _requires_grad if for_calls else _requires_grad_and_hooks
         self.may_train = frozenset(trainable)
         self._frozen = frozenset(frozen)
@@ -177,6 +189,8 @@ class ModelWatch:
         self._read: set[nn.Module] | None = None
         self._own_modes: tuple[bool, ...] | None = None  # of a training step, if not all modules are in training mode
         self.modes: dict[nn.Module, bool] | None = None
+        self._ignores_modes = self._has_warned = False
+        self._current: dict[bool, int] = {}
         self.trainable: frozenset[str] = frozenset()
         self.last_change = ""
         self._parameters = dict(model.named_parameters())
@@ -206,7 +220,7 @@ class ModelWatch:
         """Returns the number of the model's current variant.
 
         Args:
-            training: Whether for a training step; evaluation does not depend on modes.
+            training: Whether for a training step; evaluation depends on the modes of a loss alone.
 
         Raises:
             RuntimeError: If modules or parameters have changed since the trainer was made.
@@ -218,7 +232,9 @@ class ModelWatch:
             same = False
         if not same or list(map(self._asked, self._parameters.values())) != self._of_parameters:
             self._look()
-        return self._current[training]
+        if training and self._ignores_modes:
+            self._warn_of_modes()
+        return self._current[training or self._of_loss]
 
     def _look(self) -> None:
         """Compares everything; numbers the variant if something has changed."""
@@ -264,6 +280,23 @@ class ModelWatch:
             self._read = read
             # The old keys hold the modes of other modules: under them, one number could stand for several variants.
             self._trained = {(self._modes_of_now(), *self._key): self._current[True]}
+        self._note_ignored_modes(self._settings[0])
+        if self._ignores_modes:
+            self._warn_of_modes()
+
+    def _note_ignored_modes(self, modes: Sequence[bool]) -> None:
+        """Notes whether a training step runs in other modes than the model's, and is known to depend on them."""
+        keeps = self._for_calls or self._of_loss or self._has_warned or any(modes)
+        self._ignores_modes = not keeps and bool(self._read)
+
+    def _warn_of_modes(self) -> None:
+        self._ignores_modes, self._has_warned = False, True
+        warn(
+            f"all modules of {type(self._model).__name__} are in evaluation mode, and are trained in "
+            f"{'the modes of the last training step' if self._own_modes else 'training mode'}, with dropout and "
+            "statistics of batches: call model.train() before, or, to train in evaluation mode, eval() on each of "
+            "model.children()"
+        )
 
     def check_exportable(self) -> None:
         """Checks what only an export requires: parameters with values, and the same buffers as before.
@@ -309,13 +342,19 @@ class ModelWatch:
         training, settings = tuple(modes), (tuple(buffers), tuple(hooks))
         required = {name for name, parameter in self._parameters.items() if parameter.requires_grad}
         late = [name for name in self._parameters if name in required - self.may_train - self._frozen]
+        if late and self._of_loss:
+            raise RuntimeError(
+                f"parameters {listed(late)} of loss_fn require grad now, but only the model is trained: make the loss "
+                "a part of the model, and a new trainer, or set their requires_grad to False"
+            )
         if late:
             raise RuntimeError(
                 f"parameters {listed(late)} require grad now but did not when the trainer was made, so they have no "
                 "optimizer state: make the trainer while they require grad, then freeze them with "
                 "requires_grad_(False) until they are to be trained"
             )
-        if self._for_calls:
+        self._note_ignored_modes(modes)
+        if self._for_calls or self._of_loss:
             self._own_modes = training
         elif all(training):
             self._own_modes = None

@@ -309,6 +309,7 @@ def _add_contents(condition: Condition, value: Any) -> None:
     if isinstance(value, torch.Tensor):
         if value.layout is torch.strided:
             condition.add(f"{condition.name(value)}.shape == {condition.name(value.shape)}")
+            condition.add(f"{condition.name(value)}.requires_grad is {value.requires_grad}")
     elif isinstance(value, CHANGEABLE):
         condition.add(f"has_same_parts({condition.name(value)}, {condition.name(copied(value))})")
     elif isinstance(value, MEMORIES):

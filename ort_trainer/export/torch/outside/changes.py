@@ -183,7 +183,7 @@ class Copies:
         for place, owner, name, old in self._slots:
             now = _slot(owner, name)
             if now is not old:
-                yield Change((*place, Access("get", name)), now, old, functools.partial(setattr, owner, name))
+                yield Change((*place, Access("get", name)), now, old, functools.partial(_set, owner, name))
         for place, container, before in self._contents.values():
             if not has_same_parts(container, before):
                 restore = functools.partial(refill, container)
@@ -260,11 +260,11 @@ def _assign(values: dict[str, Any], key: str, value: Any) -> None:
         values[key] = value
 
 
-def _set(kind: type, key: str, value: Any) -> None:
+def _set(owner: Any, key: str, value: Any) -> None:
     if value is MISSING:
-        delattr(kind, key)
+        delattr(owner, key)
     else:
-        setattr(kind, key, value)
+        setattr(owner, key, value)
 
 
 def _slot(owner: Any, name: str) -> Any:

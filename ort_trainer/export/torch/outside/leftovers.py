@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from .containers import copied
-from .numbers import Number, evaluate
+from .numbers import Expression, Number, evaluate
 from .places import MISSING, Place, read, write
 
 __all__ = ["Code", "Leftovers", "decode", "encode"]
@@ -59,7 +59,7 @@ def encode(value: Any, tensors: list[torch.Tensor], places: Mapping[int, Place])
 
     Args:
         value: The value.
-        tensors: Receives the tensors in it.
+        tensors: Receives the tensors in it, and the numbers that a run computes.
         places: Places of objects that existed before, by ``id``.
 
     Raises:
@@ -68,7 +68,7 @@ def encode(value: Any, tensors: list[torch.Tensor], places: Mapping[int, Place])
     if value is MISSING:
         return ["missing"]
     if type(value) is Number:
-        return ["expression", value.expression]
+        return ["expression", _with_tensors(value.expression, tensors)]
     if value is None or type(value) in (bool, int, float, str):
         return ["plain", value]
     if id(value) in places:
@@ -80,8 +80,7 @@ def encode(value: Any, tensors: list[torch.Tensor], places: Mapping[int, Place])
     if isinstance(value, (torch.SymInt, torch.SymFloat)):
         if isinstance(value, torch.SymInt) and value.node.maybe_as_int() is not None:  # the model has fixed it
             return ["plain", int(value)]
-        dtype = torch.int64 if isinstance(value, torch.SymInt) else torch.float64
-        tensors.append(torch.scalar_tensor(value, dtype=dtype))  # type: ignore[arg-type]
+        tensors.append(value)  # type: ignore[arg-type]
         return ["number", len(tensors) - 1]
     name = type(value).__name__
     if type(value) is deque:
@@ -116,6 +115,15 @@ def encode(value: Any, tensors: list[torch.Tensor], places: Mapping[int, Place])
     return ["object", *_path_of(type(value)), parts, entries]
 
 
+def _with_tensors(expression: Expression, tensors: list[torch.Tensor]) -> Expression:
+    """Returns an expression with results of the run in place of numbers that it computes."""
+    kind, *rest = expression
+    if kind == "symbolic":
+        kind, value = encode(rest[0], tensors, {})
+        return ["is" if kind == "plain" else kind, value]
+    return expression if kind in ("at", "is") else [kind, *(_with_tensors(part, tensors) for part in rest)]
+
+
 def decode(code: Code, tensors: Sequence[torch.Tensor], root: Any) -> Any:
     """Returns the value that :func:`encode` has encoded.
 
@@ -130,7 +138,7 @@ def decode(code: Code, tensors: Sequence[torch.Tensor], root: Any) -> Any:
     if kind == "plain":
         return rest[0]
     if kind == "expression":
-        return evaluate(rest[0], root)
+        return evaluate(rest[0], root, tensors)
     if kind == "place":
         return read(root, tuple(map(tuple, rest[0])))  # type: ignore[arg-type]
     if kind == "tensor":

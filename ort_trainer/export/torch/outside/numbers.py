@@ -9,10 +9,13 @@ becomes a condition of the graph. Any other use ties the graph to the number's v
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import math
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -20,12 +23,23 @@ from torch.overrides import TorchFunctionMode
 from .places import Place, described, read
 from .rates import DROPOUTS
 
-__all__ = ["Expression", "Growing", "Number", "TensorsAsNumbers", "Uses", "evaluate", "places_of", "text_of"]
+__all__ = [
+    "Expression",
+    "Growing",
+    "Number",
+    "TensorsAsNumbers",
+    "Uses",
+    "evaluate",
+    "functions_of_numbers",
+    "places_of",
+    "text_of",
+]
 
 Expression = list[Any]
 """``["at", place]``, ``["is", number]``, ``["same", place, place]`` (whether both hold one object), ``["keys", place]``
 (of a dict, or the length of a list), ``["values", place]`` (the numbers in a tensor), or the name of an operator, or
-``type``, and its operands."""
+``type``, and its operands. Of what a run leaves, also ``["symbolic", number]``, a number that the run computes, which
+becomes ``["number", 0]``, the run's first tensor."""
 
 _ARITHMETIC: dict[str, Callable[..., Any]] = {
     name: getattr(operator, name) for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "neg", "abs")
@@ -33,7 +47,14 @@ _ARITHMETIC: dict[str, Callable[..., Any]] = {
 _COMPARISONS: dict[str, Callable[..., Any]] = {
     name: getattr(operator, name) for name in ("lt", "le", "gt", "ge", "eq", "ne")
 }
-_OPERATORS = {**_ARITHMETIC, **_COMPARISONS}
+_ROUNDINGS: dict[str, Callable[..., Any]] = {name: getattr(math, name) for name in ("floor", "ceil", "trunc")}
+_ROUNDINGS["round"] = round
+_NAMES_OF_MATH = (
+    "sqrt exp expm1 log log1p log2 log10 pow fabs fmod copysign hypot erf erfc degrees radians "
+    "sin cos tan asin acos atan atan2 sinh cosh tanh"
+)
+_OF_MATH: dict[str, Callable[..., Any]] = {name: getattr(math, name) for name in _NAMES_OF_MATH.split()}
+_OPERATORS = {**_ARITHMETIC, **_COMPARISONS, **_ROUNDINGS, **{f"math.{name}": _OF_MATH[name] for name in _OF_MATH}}
 # Functions in which a number may be a tensor without dimensions, with the same result.
 _OF_TENSORS = frozenset(
     {
@@ -49,14 +70,17 @@ _OF_TENSORS = frozenset(
 )
 
 
-def evaluate(expression: Expression, root: Any) -> Any:
+def evaluate(expression: Expression, root: Any, tensors: Sequence[torch.Tensor] = ()) -> Any:
     """Returns the value of an expression now.
 
     Args:
         expression: The expression.
         root: Where places begin.
+        tensors: Those of the run.
     """
     kind, *rest = expression
+    if kind == "number":
+        return tensors[rest[0]].item()
     if kind == "at":
         return read(root, tuple(map(tuple, rest[0])))  # type: ignore[arg-type]
     if kind == "is":
@@ -72,7 +96,7 @@ def evaluate(expression: Expression, root: Any) -> Any:
         return repr(value.tolist()) if isinstance(value, torch.Tensor) else type(value).__name__
     if kind == "type":
         return type(evaluate(rest[0], root)).__name__
-    return _OPERATORS[kind](*(evaluate(part, root) for part in rest))
+    return _OPERATORS[kind](*(evaluate(part, root, tensors) for part in rest))
 
 
 def places_of(expression: Expression) -> list[Place]:
@@ -80,7 +104,7 @@ def places_of(expression: Expression) -> list[Place]:
     kind, *rest = expression
     if kind in ("at", "same", "keys", "values"):
         return rest[: 2 if kind == "same" else 1]
-    return [] if kind == "is" else [place for part in rest for place in places_of(part)]
+    return [] if kind in ("is", "symbolic") else [place for part in rest for place in places_of(part)]
 
 
 def text_of(expression: Expression) -> str:
@@ -88,7 +112,7 @@ def text_of(expression: Expression) -> str:
     kind, *rest = expression
     if kind == "at":
         return described(rest[0])
-    return repr(rest[0]) if kind == "is" else f"{kind}({', '.join(map(text_of, rest))})"
+    return repr(rest[0]) if kind in ("is", "symbolic") else f"{kind}({', '.join(map(text_of, rest))})"
 
 
 class Uses:
@@ -136,6 +160,11 @@ class Number:
     def __class__(self) -> type:
         return type(self.value)
 
+    @property
+    def is_symbolic(self) -> bool:
+        """Whether a number that the run computes is in it."""
+        return isinstance(self.value, (torch.SymInt, torch.SymFloat))
+
     def fixed(self) -> Any:
         """Returns the value, on which the run then depends."""
         self.uses.fixed.update(places_of(self.expression))
@@ -182,7 +211,8 @@ class Number:
         whole = any(isinstance(number.value, float) for number in numbers) and not all(
             tensor.is_floating_point() or tensor.is_complex() for tensor in tensors
         )
-        if function in _OF_TENSORS and tensors and not whole and not any(isinstance(n.value, bool) for n in numbers):
+        whole = whole or any(isinstance(number.value, bool) or number.is_symbolic for number in numbers)
+        if function in _OF_TENSORS and tensors and not whole:
             scalars = [value.uses.scalar(value) if type(value) is Number else value for value in args]
             converted = _not_promoted(scalars, tensors)
         else:
@@ -291,6 +321,8 @@ def _operand(value: Any) -> tuple[Any, Expression] | None:
     """Returns the value and the expression of an operand; None if it is not a number."""
     if type(value) is Number:
         return value.value, value.expression
+    if isinstance(value, (torch.SymInt, torch.SymFloat)):
+        return value, ["symbolic", value]
     return (value, ["is", value]) if type(value) in (int, float, bool) else None
 
 
@@ -299,7 +331,7 @@ def _arithmetic(name: str, mine: Number, *others: Any) -> Any:
     if None in operands:
         return NotImplemented
     values, expressions = zip(*operands, strict=True)  # type: ignore[arg-type]
-    return Number(_ARITHMETIC[name](*values), [name, *expressions], mine.uses)
+    return Number(_OPERATORS[name](*values), [name, *expressions], mine.uses)
 
 
 def _reversed(name: str, mine: Number, other: Any) -> Any:
@@ -312,11 +344,33 @@ def _reversed(name: str, mine: Number, other: Any) -> Any:
 
 def _compared(name: str, mine: Number, other: Any) -> Any:
     operand = _operand(other)
-    if operand is None:
+    if operand is None or mine.is_symbolic or isinstance(operand[0], (torch.SymInt, torch.SymFloat)):
+        other = _plain(other)
         return _COMPARISONS[name](mine.fixed(), other) if not isinstance(other, torch.Tensor) else NotImplemented
     result = bool(_COMPARISONS[name](mine.value, operand[0]))
     mine.uses.conditions.append(([name, mine.expression, operand[1]], result))
     return result
+
+
+@contextlib.contextmanager
+def functions_of_numbers() -> Iterator[None]:
+    """A context in which functions of ``math`` take numbers that change from run to run."""
+
+    def of_numbers(name: str) -> Callable[..., Any]:
+        def function(*values: Any) -> Any:
+            number = next((value for value in values if type(value) is Number and not value.is_symbolic), None)
+            operands = [_operand(value) for value in values]
+            if number is None or None in operands:
+                return _OF_MATH[name](*values)
+            plain, expressions = zip(*operands, strict=True)  # type: ignore[arg-type]
+            return Number(_OF_MATH[name](*plain), [f"math.{name}", *expressions], number.uses)
+
+        return function
+
+    with contextlib.ExitStack() as stack:
+        for name in _OF_MATH:
+            stack.enter_context(mock.patch.object(math, name, of_numbers(name)))
+        yield
 
 
 def _define() -> None:
@@ -328,6 +382,8 @@ def _define() -> None:
     for name in _ARITHMETIC:
         setattr(Number, f"__{name}__", method(_arithmetic, name))
         setattr(Number, f"__r{name}__", method(_reversed, name))
+    for name in _ROUNDINGS:
+        setattr(Number, f"__{name}__", method(_arithmetic, name))
     for name in _COMPARISONS:
         setattr(Number, f"__{name}__", method(_compared, name))
 

@@ -36,6 +36,7 @@ from .generators import is_generator
 from .leftovers import Code, Leftovers, encode
 from .notes import Notes
 from .numbers import Expression, Growing, Number, Uses, places_of, text_of
+from .output import position_of
 from .places import MISSING, Access, Place, attributes_of, described, in_cell, of_class, read, write
 from .values import CONTAINERS, MEMORIES, VIEWS, frozen, is_plain, is_watched, parts_of
 
@@ -128,6 +129,7 @@ class Recorder:
         self.modes: dict[int, nn.Module] = {}
         self.aliases: dict[tuple[Place, Place], None] = {}
         self.uses = Uses()
+        self._output: dict[str, None] = {}
         # What the run has met, so that it is recorded once.
         self._met: dict[int, tuple[Any, Place]] = {}  # id of an object -> the object, and its first place
         self._seen: set[tuple[int, str]] = set()  # ids of objects, with attributes that were read of them
@@ -135,6 +137,7 @@ class Recorder:
         self._of_classes: set[tuple[int, str]] = set()  # ids of classes and Python modules, with attributes recorded
         self._places_of_classes: dict[int, Place] = {}  # id of a class -> its first place
         self._names: set[str] = set()  # names of globals and attributes in the code of all functions
+        self._files: list[tuple[Place, Any, int]] = []  # each with its position when it was met
         self._iterators: list[tuple[Place, Iterator[Any], str]] = []  # each with its text when it was met
         self._values: set[Place] = set()  # of tensors whose numbers were read
         self._listed: set[Place] = set()  # of the __dict__s whose keys were read
@@ -324,6 +327,16 @@ class Recorder:
             )
         return flags
 
+    def note_output(self, what: str, line: str) -> None:
+        """Takes a note of what the run writes for people."""
+        self._output[f"{what}\n  {line}"] = None
+
+    @property
+    def output(self) -> list[str]:
+        """What the last run has written for people, also to files that were open before."""
+        files = (f"writes to {described(place)!r}" for place, file, at in self._files if position_of(file) != at)
+        return [*self._output, *files]
+
     def replaced(self) -> dict[Place, Any]:
         """Returns the former values at the places that the run has changed so far; another run can begin with them."""
         return {change.place: change.before for change in self._copies.changes()}
@@ -368,7 +381,7 @@ class Recorder:
         counters = self._grown - self.uses.fixed
         counters |= self._counted
         for place, code in self.leftovers.writes:
-            replaced = code[0] == "plain" and type(code[1]) in (int, float)
+            replaced = code[0] == "number" or (code[0] == "plain" and type(code[1]) in (int, float))
             if replaced and type(self.reads.get(place)) in (int, float) and place not in self.uses.fixed:
                 counters.add(place)
         return counters
@@ -396,6 +409,8 @@ class Recorder:
 
     def settle(self, second: Recorder) -> None:
         """Takes the notes of a second run, which began with :meth:`settings`, if it has left the same otherwise."""
+        # PyTorch writes only once, too, what the second run does not write.
+        self._output, self._files = dict.fromkeys(second.output), []
         if second.leftovers.writes == tuple(w for w in self.leftovers.writes if w[0] not in second._settings):
             self._settled = second._settings
             for place, value in second.reads.items():
@@ -528,7 +543,10 @@ class Recorder:
             for key, part in value.items():
                 self._meet(part, (*place, Access("key", key)))
         elif isinstance(value, Iterator):
-            if not isinstance(value, io.IOBase):  # what files hold is not watched
+            if isinstance(value, io.IOBase):  # what files hold is not watched
+                at = position_of(value)
+                self._files += [] if at is None else [(place, value, at)]
+            else:
                 self._iterators.append((place, value, repr(value) if type(value) is itertools.count else ""))
         elif isinstance(value, MEMORIES):
             self._copies.add_memory(value, place)

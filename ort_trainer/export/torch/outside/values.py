@@ -34,7 +34,7 @@ _MOST_ENTRIES = 1000
 _DEEPEST = 50
 _UNWATCHED = frozenset({"abc", "asyncio", "builtins", "collections.abc", "concurrent", "contextlib", "functools", "gc"})
 _UNWATCHED |= {"importlib", "inspect", "io", "logging", "numpy", "ort_trainer", "re", "sympy", "sys", "threading"}
-_UNWATCHED |= {"traceback", "types", "typing", "unittest", "warnings", "_thread"}
+_UNWATCHED |= {"pathlib", "traceback", "types", "typing", "unittest", "warnings", "_thread"}
 _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE
 
 

@@ -7,6 +7,7 @@ import logging
 import signal
 import sys
 import threading
+import warnings
 from collections.abc import Callable
 
 import pytest
@@ -133,11 +134,69 @@ def test_a_model_in_evaluation_mode_is_trained_as_it_was_before() -> None:
     pair.change(lambda m: m.norm.eval())
     pair.step()
     pair.models[0].eval()  # for an evaluation by the user
-    pair.step()
+    with pytest.warns(UserWarning, match=r"the modes of the last training step.*: call model\.train\(\) before"):
+        pair.step()
     assert pair.models[0].training is False, "the trainer does not change modes"
     fresh = Pair(Net().eval())  # as from_pretrained() returns it
     fresh.reference.train()
-    fresh.step()
+    with pytest.warns(UserWarning, match="all modules of Net are in evaluation mode, and are trained in training"):
+        fresh.step()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "all modules of")  # once
+        fresh.step()
+        trainer = ORTTrainer(nn.Linear(8, 3).eval(), "auto", optim.SGDConfig(), loss_fn=F.cross_entropy)
+        trainer.train_step(torch.randn(4, 8), torch.randint(0, 3, (4,)))  # no mode matters
+
+
+class Features(nn.Module):
+    """A loss with dropout and statistics, such as a distance of features of another network."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5)).requires_grad_(False)
+
+    def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return F.mse_loss(self.net(output), self.net(target))
+
+
+@pytest.mark.options(random_numbers="pytorch")
+def test_a_loss_keeps_its_own_modes_in_training_and_in_evaluation() -> None:
+    model, loss = nn.Linear(8, 3), Features().eval()
+    reference, their_loss = copy.deepcopy((model, loss))
+    trainer = ORTTrainer(
+        model, "auto", optim.SGDConfig(lr=0.1), loss_fn=loss, options={"utils": {"grad_norm_clip": False}}
+    )
+    optimizer = torch.optim.SGD(reference.parameters(), 0.1)
+    changes: list[Callable[[nn.Module], object]] = [
+        lambda m: None,
+        lambda m: m.net[1].train(),
+        lambda m: m.eval(),
+    ]
+    for change in changes:
+        change(loss), change(their_loss)
+        x, y = torch.randn(6, 8), torch.randn(6, 3)
+        expected = their_loss(reference(x), y)
+        assert_close(trainer.train_step(x, y)[0], expected.detach(), 1e-5, "loss")
+        optimizer.zero_grad()
+        expected.backward()
+        optimizer.step()
+        evaluated = copy.deepcopy(their_loss)(reference(x), y).detach()  # an evaluation moves no statistics
+        assert_close(trainer.eval_step(x, y)[0], evaluated, 1e-5, "evaluation")
+        for ours, theirs in zip(loss.buffers(), their_loss.buffers(), strict=True):
+            assert_close(ours, theirs, 1e-5, "statistics")
+    assert len(trainer.session.graphs(True)) == len(trainer.session.graphs(False)) == 2
+    loss.requires_grad_(True)
+    with pytest.raises(RuntimeError, match=r"'net\.0\.weight'.* of loss_fn require grad now, but only the model is"):
+        trainer.train_step(x, y)
+
+
+def test_a_loss_that_is_a_part_of_the_model_has_the_modes_of_the_model() -> None:
+    model = nn.Linear(8, 3)
+    model.loss = Features()
+    trainer = ORTTrainer(model.eval(), "auto", optim.SGDConfig(lr=0.0), loss_fn=model.loss)
+    with pytest.warns(UserWarning, match="are trained in training mode"):
+        trainer.train_step(torch.randn(6, 8), torch.randn(6, 3))
+    assert model.loss.net[1].num_batches_tracked == 2
 
 
 class FrozenNorm(Net):

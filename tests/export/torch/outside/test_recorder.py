@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import enum
 import itertools
+import math
 import os
 import random
 import threading
@@ -112,6 +113,91 @@ def test_a_count_from_which_a_run_takes_nothing_is_no_iterator_that_it_reads() -
 
 def _norm_outside(net: Any, h: torch.Tensor) -> torch.Tensor:
     return net.norms[0](h)
+
+
+def _scheduled(net: Any, h: torch.Tensor) -> torch.Tensor:
+    net.step += 1
+    return (
+        h * (0.5 * (1 + math.cos(net.step / 10)))
+        + math.pow(2, -net.step)
+        + round(net.step / 3)
+        + math.floor(net.step / 2)
+    )
+
+
+def test_functions_of_a_counter_need_one_graph() -> None:
+    model = Net(_scheduled, step=0)
+    reference = copy.deepcopy(model)
+    trainer, sgd = trainer_of(model), torch.optim.SGD(reference.parameters(), lr=0.1)
+    for step in range(20):
+        loss = F.cross_entropy(reference(X), Y)
+        sgd.zero_grad()
+        loss.backward()
+        sgd.step()
+        assert_close(trainer.train_step(X, Y)[0], loss.detach(), 1e-5, f"loss {step}")
+    assert len(trainer.session.graphs(True)) == 1
+
+
+class Meter:
+    def __init__(self) -> None:
+        self.val, self.sum, self.count, self.avg, self.history = 0.0, 0.0, 0, 0.0, []
+
+    def update(self, val: float, n: int) -> None:
+        self.val, self.sum, self.count = val, self.sum + val * n, self.count + n
+        self.avg = self.sum / self.count
+        self.history.append(val)
+
+
+class Metered(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.meter = Meter()
+
+    def forward(self, prediction: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+        loss = F.cross_entropy(prediction, label)
+        self.meter.update(loss.item(), label.size(0))
+        return loss
+
+
+@pytest.mark.parametrize("kernels", ["auto", "compiled"])
+def test_an_average_in_the_loss(kernels: str) -> None:
+    reference, loss, their_loss = nn.Linear(6, 3), Metered(), Metered()
+    options = {"utils": {"grad_norm_clip": False, "kernels": kernels}}
+    trainer = ORTTrainer(copy.deepcopy(reference), "auto", optim.SGDConfig(lr=0.1), loss_fn=loss, options=options)
+    sgd = torch.optim.SGD(reference.parameters(), lr=0.1)
+    for rows in (4, 3, 4):
+        expected = their_loss(reference(X[:rows]), Y[:rows])
+        sgd.zero_grad()
+        expected.backward()
+        sgd.step()
+        assert_close(trainer.train_step(X[:rows], Y[:rows])[0], expected.detach(), 1e-5, "loss")
+        assert {**vars(loss.meter), "history": 0} == pytest.approx({**vars(their_loss.meter), "history": 0})
+        assert loss.meter.history == pytest.approx(their_loss.meter.history)
+    assert len(trainer.session.graphs(True)) == 1
+
+
+def test_a_buffer_that_is_none_at_first() -> None:
+    def centred(net: Any, h: torch.Tensor) -> torch.Tensor:
+        if net.is_centred and net.centre is None:
+            net.centre = h.detach().mean(0)
+        return h - net.centre if net.is_centred else h
+
+    model = Net(centred, is_centred=False)
+    model.register_buffer("centre", None)
+    trainer = trainer_of(model)
+    trainer.train_step(X, Y)
+    model.is_centred = True
+    with pytest.raises(ExportError, match="run the model once before"):
+        trainer.train_step(X, Y)
+    model(X)
+    with pytest.raises(
+        RuntimeError, match=r"buffers \['centre'\] were None when .* a new trainer that loads this one's"
+    ):
+        trainer.train_step(X, Y)
+    other = trainer_of(model)
+    other.load_state_dict(trainer.state_dict(), strict=False)
+    expected = F.cross_entropy(model(X), Y).detach()
+    assert_close(other.train_step(X, Y)[0], expected, 1e-5, "loss")
 
 
 def _in_place(net: Any, h: torch.Tensor) -> torch.Tensor:
