@@ -11,6 +11,7 @@ import copy
 import functools
 import itertools
 import math
+import os
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -34,15 +35,15 @@ __all__ = [
     "links",
     "merged",
     "private",
-    "refuse_replaced_buffers",
     "refuse_other_gradients",
+    "refuse_replaced_buffers",
     "refuse_shared_memory",
     "refuse_subclasses",
     "without_histories",
     "without_reading_memory",
 ]
 
-_COLLECTIVES = str(Path(torch.__file__).parent / "distributed")
+_COLLECTIVES = f"{Path(torch.__file__).parent / 'distributed'}{os.sep}"
 _TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 

@@ -92,7 +92,8 @@ class Reads:
         self._current: dict[Hashable, _Variant] = {}
         self._last: _Variant | None = None
         self._unchanged: Callable[[], bool] = _always
-        self._carried: dict[str, torch.Tensor] = {}
+        self._carried: dict[str, tuple[torch.Tensor, int]] = {}  # each with its address
+        self._scalars: dict[str, torch.Tensor] = {}
         self._warned: set[Place] = set()
         self.numbers: set[Place] = set()
         self.changes: list[str] = []
@@ -159,19 +160,20 @@ class Reads:
         notes = [] if self._last is None else self._last.notes
         for name, place in {name: place for entry in notes for name, place in entry.tensors.items()}.items():
             tensor = read(self._root, place)
-            if tensor is self._carried.get(name):
+            before, address = self._carried.get(name, (None, 0))
+            if tensor is before and tensor.data_ptr() == address and tensor.is_contiguous():
                 continue
             kept = owned_dtype(tensor.dtype) if owned else tensor.dtype
             converted = tensor.detach().to(dtype=kept).resolve_conj().resolve_neg().contiguous()
             if converted.data_ptr() == tensor.data_ptr():  # otherwise it is a copy, which must be renewed in every step
-                self._carried[name] = tensor
+                self._carried[name] = tensor, tensor.data_ptr()
             tensors[name] = converted
         for name, (expression, dtype) in {n: e for entry in notes for n, e in entry.scalars.items()}.items():
-            value, scalar = evaluate(expression, self._root), self._carried.get(name)
-            if scalar is None:
-                scalar = self._carried[name] = torch.zeros((), dtype=getattr(torch, dtype.removeprefix("torch.")))
-                tensors[name] = scalar
-            scalar.fill_(value)
+            value = evaluate(expression, self._root)
+            if name not in self._scalars:
+                scalar = torch.zeros((), dtype=getattr(torch, dtype.removeprefix("torch.")))
+                tensors[name] = self._scalars[name] = scalar
+            self._scalars[name].fill_(value)
         return tensors
 
     def _index(self, what: Any) -> int:
@@ -253,9 +255,19 @@ class Reads:
 
     def _compile(self) -> None:
         condition = Condition(frozen=frozen, read=read, has_same_parts=has_same_parts)
+        added: set[Place] = set()
         for index, place in enumerate(self._watched):
-            if isinstance(place, tuple) and index not in self._volatile:
-                _add_place(condition, read(self._root, place[:-1]), place[-1])
+            if not isinstance(place, tuple) or index in self._volatile:
+                continue
+            owner: Any = self._root
+            for at, step in enumerate(place):  # what is on the way to the value counts, too
+                part = read(owner, (step,))
+                if place[: at + 1] not in added and (at == len(place) - 1 or not isinstance(part, nn.Module)):
+                    added.add(place[: at + 1])
+                    _add_place(condition, owner, step)
+                owner = part
+                if owner is MISSING:
+                    break
         self._unchanged = condition.function()
 
 
@@ -283,9 +295,14 @@ def _add_place(condition: Condition, owner: Any, step: Access) -> None:
             return
         where = f"{name(values)}[{key!r}]"
     elif kind == "class":
-        base = next((base for base in type(owner).__mro__ if key in vars(base)), type(owner))
-        where = f"{condition.attributes_of(base)}[{key!r}]"
         condition.has_type(owner)
+        for base in type(owner).__mro__:
+            where = f"{condition.attributes_of(base)}[{key!r}]"
+            if key in vars(base):
+                break
+            condition.add(f"{key!r} not in {condition.attributes_of(base)}")
+        else:
+            return
     elif kind == "cell" and value is not MISSING:
         where = f"{name(owner.__closure__[key])}.cell_contents"
     elif kind in ("item", "key") and value is not MISSING:
@@ -308,7 +325,9 @@ def _add_contents(condition: Condition, value: Any) -> None:
         return
     if isinstance(value, torch.Tensor):
         if value.layout is torch.strided:
-            condition.add(f"{condition.name(value)}.shape == {condition.name(value.shape)}")
+            name = condition.name(value)
+            condition.add(f"{name}.shape == {condition.name(value.shape)}")
+            condition.add(f"{name}.requires_grad is {value.requires_grad}")
     elif isinstance(value, CHANGEABLE):
         condition.add(f"has_same_parts({condition.name(value)}, {condition.name(copied(value))})")
     elif isinstance(value, MEMORIES):

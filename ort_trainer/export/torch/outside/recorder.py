@@ -16,6 +16,7 @@ import functools
 import inspect
 import io
 import itertools
+import os
 import random
 import sys
 import threading
@@ -36,14 +37,15 @@ from .generators import is_generator
 from .leftovers import Code, Leftovers, encode
 from .notes import Notes
 from .numbers import Expression, Growing, Number, Uses, places_of, text_of
-from .places import MISSING, Access, Place, attributes_of, described, in_cell, of_class, read, write
+from .places import MISSING, Access, Place, attributes_of, described, in_cell, of_class, read, referent, write
 from .values import CONTAINERS, MEMORIES, VIEWS, frozen, is_plain, is_watched, parts_of
 
 __all__ = ["Pair", "PartsExchanged", "Recorder"]
 
-_TORCH = str(Path(torch.__file__).parent)
-_OURS = str(Path(__file__).parents[1])  # the exporter
-_TORCH_MODELS = str(Path(torch.nn.__file__).parent)
+_TORCH, _OURS, _TORCH_MODELS = (
+    f"{folder}{os.sep}"
+    for folder in (Path(torch.__file__).parent, Path(__file__).parents[1], Path(torch.nn.__file__).parent)
+)
 # Called without being named.
 _CALLED_ON_CLASSES = frozenset(
     {"__init__", "__call__", "__new__", "__post_init__", "forward", "setup_context", "backward"}
@@ -512,16 +514,19 @@ class Recorder:
             self._meet(value.__func__, (*place, Access("get", "__func__")))
         elif isinstance(value, (*CONTAINERS, functools.partial)):
             self._copies.add_contents(value, place)
-            self._meet_special_methods(type(value), place)
             for step, part in parts_of(value):
                 self._meet(part, (*place, Access(*step)))
+            for at, key in enumerate(copied(value) if isinstance(value, dict) else ()):
+                self._meet(key, (*place, Access("member", at)))
+            if type(value) not in CONTAINERS:
+                self._meet_object(value, place)
         elif is_generator(value):
             self._copies.add_generator(value, place)
         elif isinstance(value, types.BuiltinFunctionType):
             if isinstance(value.__self__, (random.Random, *CONTAINERS)):  # a method that was kept
                 self._record((*place, Access("get", "__self__")), value.__self__)
         elif isinstance(value, weakref.ref):
-            self._meet(value(), (*place, Access("referent", "")))
+            self._meet(referent(value), (*place, Access("referent", "")))
         elif isinstance(value, VIEWS):
             self._meet(value.mapping, (*place, Access("get", "mapping")))
         elif isinstance(value, types.MappingProxyType):
@@ -532,6 +537,8 @@ class Recorder:
                 self._iterators.append((place, value, repr(value) if type(value) is itertools.count else ""))
         elif isinstance(value, MEMORIES):
             self._copies.add_memory(value, place)
+            for step, part in parts_of(value):
+                self._meet(part, (*place, Access(*step)))
         else:
             self._meet_object(value, place)
 
@@ -675,8 +682,6 @@ class Recorder:
     def _read(self, owner: Any, name: str, value: Any) -> None:
         """Records that an attribute was read."""
         _, place = self._met[id(owner)]
-        if name.startswith("__") and name != "__dict__":
-            return
         if isinstance(owner, nn.Module):
             if name == "training":
                 self.modes[id(owner)] = owner
@@ -694,6 +699,9 @@ class Recorder:
         except AttributeError:  # it has slots only
             values = None
         of_type = of_class(type(owner), name)
+        kept = isinstance(of_type, types.MemberDescriptorType) or (values is not None and name in values)
+        if name.startswith("__") and name != "__dict__" and not kept:
+            return
         if name == "__dict__":
             self._listed.add((*place, Access("get", name)))
             for key, entry in list(values.items()):
