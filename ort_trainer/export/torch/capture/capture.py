@@ -437,7 +437,7 @@ def _refuse_tensors_without_place(program: torch.export.ExportedProgram, module:
     As a constant, the graph would have this tensor in every step. Those that the run makes, PyTorch lifts by an
     operator.
     """
-    if not module.carries:
+    if not module.carries or module.recorder.used_caches:  # a tensor that a function has kept stays
         return
     nodes = [
         node

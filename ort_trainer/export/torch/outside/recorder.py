@@ -100,6 +100,7 @@ class Recorder:
         aliases: Pairs of places that hold one object.
         kept_apart: The argument ``apart``.
         modes: The modules, by ``id``, whose attribute ``training`` the run has read.
+        used_caches: Whether the last run has called functions that keep results.
         leftovers: What the last run has left.
         result: The module's return value, encoded; None if it can't be encoded.
     """
@@ -118,7 +119,7 @@ class Recorder:
         self._thread = 0
         self.leftovers = Leftovers()
         self.result: Code | None = None
-        self._is_running = self._is_held = False
+        self.used_caches = self._is_running = self._is_held = False
         # Where a capture has other tensors, which stand for them.
         self._parameters: list[tuple[Place, torch.Tensor]] = [
             ((*(Access("get", part) for part in path.split(".") if part), Access("tensor", key)), tensor)
@@ -240,8 +241,9 @@ class Recorder:
         Raises:
             ExportError: If the run leaves a value that can't be encoded.
         """
+        self.used_caches = any(function.cache_info() != before for function, before in self._caches)
         self._refuse_what_no_graph_does()
-        if any(function.cache_info() != before for function, before in self._caches):
+        if self.used_caches:
             self.uses.fixed.update(self._numbers)  # a result that was kept says not how it was computed
         flags = self._flags_of_hooks()
         recorded = (change for change in self._copies.changes() if change.place not in flags)
@@ -299,7 +301,7 @@ class Recorder:
 
     def _refuse_what_no_graph_does(self) -> None:
         """Raises an error for changes of arrays, reads of iterators, and random numbers that are not PyTorch's."""
-        if "cache_clear" in self._names and any(function.cache_info() != before for function, before in self._caches):
+        if "cache_clear" in self._names and self.used_caches:
             raise ExportError(
                 "the run clears the cache of a function, which a graph can't do: clear it before the step, or keep the "
                 "result in an attribute"
@@ -471,8 +473,9 @@ class Recorder:
         for values in self._typed:
             del values["type"]
         for function, before in self._caches:
-            # It may have kept a stand-in for a number, or a traced tensor.
-            if function.cache_info().misses != before.misses and (self._numbers or _holds_traced(function)):
+            # It may have kept a stand-in for a number, a traced tensor, or a result of what the run has changed.
+            tainted = self._numbers or "cache_clear" in self._names or _holds_traced(function)
+            if function.cache_info().misses != before.misses and tainted:
                 function.cache_clear()
         # Two places may be one, such as a variable of two closures: the first has what was there before.
         for place, value in reversed([*self._begun_with.items(), *self._numbers.items()]):
@@ -607,7 +610,7 @@ class Recorder:
         return absent
 
     def _called(self, frame: types.FrameType) -> None:
-        """Records a function that runs, at the place where it is found: in a class of its first argument, or by name."""
+        """Records a function that runs, at its place: in a class of its first argument, or by its name."""
         code, values = frame.f_code, frame.f_globals
         if id(code) in self._codes:
             return
