@@ -262,7 +262,8 @@ class Reads:
             owner: Any = self._root
             for at, step in enumerate(place):  # what is on the way to the value counts, too
                 part = read(owner, (step,))
-                if place[: at + 1] not in added and (at == len(place) - 1 or not isinstance(part, nn.Module)):
+                is_new = place[: at + 1] not in added
+                if is_new and (at == len(place) - 1 or not isinstance(part, nn.Module)):
                     added.add(place[: at + 1])
                     _add_place(condition, owner, step)
                 owner = part
@@ -286,6 +287,9 @@ def _add_place(condition: Condition, owner: Any, step: Access) -> None:
     """Adds that a place holds the object that it holds now."""
     kind, key = step
     if owner is MISSING:
+        return
+    if kind in ("item", "entry", "member") and isinstance(owner, (*CHANGEABLE, tuple, frozenset)):
+        _add_contents(condition, owner)
         return
     value, name = read(owner, (step,)), condition.name
     if kind in ("attribute", "global"):

@@ -17,6 +17,9 @@ _NOT_USERS = sys.stdlib_module_names | LIBRARIES
 # With these, code looks up attributes and global variables by strings.
 _BY_NAME = frozenset({"getattr", "hasattr", "setattr", "attrgetter", "vars", "__dict__", "globals"})
 
+# What code names that handles the error of an absent attribute or variable.
+_ABSENT = frozenset({"AttributeError", "NameError", "Exception"})
+
 
 def is_users(module: str | None) -> bool:
     """Returns whether code of a Python module is a user's or a library's, not Python's or PyTorch's."""
@@ -37,9 +40,9 @@ def names_of(code: types.CodeType) -> frozenset[str]:
 
 @functools.lru_cache(maxsize=4096)
 def optional_in(code: types.CodeType) -> frozenset[str]:
-    """Returns those of the names in code that may be absent: it asks by strings, or handles errors."""
-    asks = getattr(code, "co_exceptiontable", True) or not _BY_NAME.isdisjoint(code.co_names)
-    names = (*code.co_names, *_texts(code, _BY_NAME)) if asks else ()
+    """Returns those of the names in code that may be absent: it looks them up by strings, or handles errors."""
+    names = _texts(code, _BY_NAME)
+    names |= frozenset(code.co_names) if not _ABSENT.isdisjoint(code.co_names) else frozenset()
     return frozenset(name for name in names if not name.startswith("__")).union(*map(optional_in, _inner(code)))
 
 
