@@ -170,7 +170,7 @@ class Reads:
             tensors[name] = converted
         for name, (expression, dtype) in {n: e for entry in notes for n, e in entry.scalars.items()}.items():
             value = evaluate(expression, self._root)
-            if name not in self._scalars:
+            if name not in self._scalars or str(self._scalars[name].dtype) != dtype:
                 scalar = torch.zeros((), dtype=getattr(torch, dtype.removeprefix("torch.")))
                 tensors[name] = self._scalars[name] = scalar
             self._scalars[name].fill_(value)

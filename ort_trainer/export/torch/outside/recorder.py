@@ -614,24 +614,22 @@ class Recorder:
         code, values = frame.f_code, frame.f_globals
         if id(code) in self._codes:
             return
-        module: Any = sys.modules.get(values["__name__"])
         known: list[tuple[Any, Place]] = []
-        if code.co_argcount:
-            owner = frame.f_locals.get(code.co_varnames[0])
-            kinds = (owner, type(owner)) if isinstance(owner, type) else (type(owner),)
-            met = self._met.get(id(owner))
-            if met is not None and met[0] is owner:
-                known += self._users_bases(type(owner), (*met[1], Access("get", "__class__")))
-            known += [
-                (b, at) for k in kinds for b in k.__mro__ if (at := self._places_of_classes.get(id(b))) is not None
-            ]
-        if module is not None and vars(module) is values:
-            known.append((module, (Access("module", module.__name__),)))
-            for part in getattr(code, "co_qualname", code.co_name).split(".")[:-1]:
-                inner = vars(known[-1][0]).get(part)
-                if not isinstance(inner, type):
-                    break
-                known.append((inner, (*known[-1][1], Access("attribute", part))))
+        owner = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+        if id(owner) in self._met:
+            known += self._users_bases(type(owner), (*self._met[id(owner)][1], Access("get", "__class__")))
+        for base in (*(owner.__mro__ if isinstance(owner, type) else ()), *type(owner).__mro__):
+            if id(base) in self._places_of_classes:
+                known.append((base, self._places_of_classes[id(base)]))
+        holder: Any = sys.modules.get(values["__name__"])
+        of_module: Place = (Access("module", values["__name__"]),)
+        is_module = holder is not None and vars(holder) is values
+        place = of_module
+        for part in (*getattr(code, "co_qualname", code.co_name).split("."), "") if is_module else ():
+            known.append((holder, place))
+            holder, place = vars(holder).get(part), (*place, Access("attribute", part))
+            if not isinstance(holder, type):
+                break
         for holder, place in known:
             for name, value in list(vars(holder).items()):
                 for steps, function in functions_in(value):
@@ -639,10 +637,8 @@ class Recorder:
                         self._record((*place, Access("attribute", name)), value)
                         self._record((*place, Access("attribute", name), *steps), function)
                         return
-        if (
-            module is not None and vars(module) is values
-        ):  # a function that has no place, such as one that this run has made
-            self._meet_code(code, values, (Access("module", module.__name__),), "attribute")
+        if is_module:  # the function has no place, as those that this run has made, but its global variables have
+            self._meet_code(code, values, of_module, "attribute")
 
     def _meet_function(self, function: types.FunctionType, place: Place) -> None:
         """Records what a function may read: its closure, defaults, globals, and the modules that it imports."""
@@ -710,15 +706,11 @@ class Recorder:
             optional: Those of them that may be absent.
             data_only: Whether to leave out functions, as the code that names them does not call them on this class.
         """
-        is_class, kept = isinstance(value, type), isinstance(value, (types.ModuleType, types.FunctionType))
-        if (
-            is_users(value.__name__ if isinstance(value, types.ModuleType) else value.__module__)
-            if is_class or kept
-            else False
-        ):
-            for name in optional:
+        if isinstance(value, (type, types.ModuleType, types.FunctionType)):
+            room = value.__name__ if isinstance(value, types.ModuleType) else value.__module__
+            for name in optional if is_users(room) else ():
                 if inspect.getattr_static(value, name, MISSING) is MISSING:
-                    self._record((*place, Access("get" if is_class else "attribute", name)), MISSING)
+                    self._record((*place, Access("get" if isinstance(value, type) else "attribute", name)), MISSING)
         if isinstance(value, types.ModuleType):
             of_user = is_users(value.__name__)
             if value.__name__.partition(".")[0] in LIBRARIES:
