@@ -44,6 +44,18 @@ _FOUND = {
         before=("get0 = functools.partial(constant, Data([0.5]))",),
         shown=("get0().v",),
     ),
+    "a table that a user replaces": Case(
+        lines=(("forward", "h = h + 1 if self.r0 is not None else h"), ("forward", "self.r0 = torch.zeros(4)")),
+        changes=((1, "net.r0 = 1.0"),),
+        init=(("net", "self.r0 = None"),),
+    ),
+    "a weak proxy": Case(
+        lines=(("forward", "h = h * self.w0.v[0]; self.w0.v[0] = 2.5"),),
+        init=(("net", "self.w0 = weakref.proxy(KEPT0)"),),
+        before=("KEPT0 = Box([0.5])",),
+        shown=("KEPT0.v",),
+        way="module",
+    ),
     "a number that becomes an int and a float": Case(
         lines=(("forward", "h = h * self.r0"), ("forward", "self.r0 = self.r0 * 0.9")),
         changes=((2, "net.r0 = 2"),),

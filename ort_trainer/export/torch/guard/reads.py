@@ -76,7 +76,6 @@ class Reads:
     Attributes:
         numbers: Places of numbers that have changed, for which graphs should have inputs.
         changes: What had changed when the model last left a variant, as text.
-        tables: Places of tables that depend on sizes alone, and what was there before the first run.
         carries: Whether any graph takes tensors from outside.
     """
 
@@ -98,7 +97,7 @@ class Reads:
         self.numbers: set[Place] = set()
         self.changes: list[str] = []
         self.carries = False
-        self.tables: dict[Place, Any] = {}
+        self._tables: dict[Place, Any] = {}
 
     def variant(self, structure: Hashable) -> int:
         """Returns the number of the variant in which the model is: graphs of one number may be used for it.
@@ -123,7 +122,7 @@ class Reads:
     def add(self, notes: Notes) -> None:
         """Takes the notes of an export for the variant that :meth:`variant` has returned last."""
         for place in notes.tables:
-            self.tables.setdefault(place, read(self._root, place))
+            self._tables.setdefault(place, read(self._root, place))
         variant = self._last
         if variant is None:  # nobody has asked, so nobody will use the graph
             return
@@ -176,6 +175,19 @@ class Reads:
             self._scalars[name].fill_(value)
         return tensors
 
+    @property
+    def tables(self) -> Mapping[Place, Any]:
+        """Places of tables that depend on sizes alone, and what was there before the first run.
+
+        Without those where the user has put something since.
+        """
+        now = {place: read(self._root, place) for place in self._tables}
+        return {
+            place: before
+            for place, before in self._tables.items()
+            if now[place] is before or now[place] is self._root.left.get(place)
+        }
+
     def _index(self, what: Any) -> int:
         """Returns the index of a place or an expression; begins to watch it if it is new."""
         key = repr(what)
@@ -197,8 +209,8 @@ class Reads:
                 return frozen(evaluate(what, self._root))
             value = read(self._root, what)
             # A table that a run of a graph has left counts as what was there before the first run.
-            is_table = what in self.tables and value is not None and value is self._root.left.get(what)
-            return frozen(self.tables[what] if is_table else value)
+            is_table = what in self._tables and value is not None and value is self._root.left.get(what)
+            return frozen(self._tables[what] if is_table else value)
         except (*GONE, ArithmeticError):
             return MISSING
 

@@ -9,6 +9,7 @@ import contextvars
 import itertools
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -80,8 +81,10 @@ def in_cell(cell: Any) -> Any:
 def referent(reference: Any) -> Any:
     """Returns what a weak reference or a context variable refers to, or :data:`MISSING`."""
     try:
+        if type(reference) in weakref.ProxyTypes:
+            return reference.__reduce__.__self__  # a proxy looks up methods in the object
         return reference.get() if isinstance(reference, contextvars.ContextVar) else reference()
-    except LookupError:
+    except (LookupError, ReferenceError):
         return MISSING
 
 

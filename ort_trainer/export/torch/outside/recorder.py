@@ -546,7 +546,7 @@ class Recorder:
         elif isinstance(value, types.BuiltinFunctionType):
             if isinstance(value.__self__, (random.Random, *CONTAINERS)):  # a method that was kept
                 self._record((*place, Access("get", "__self__")), value.__self__)
-        elif isinstance(value, weakref.ref):
+        elif isinstance(value, weakref.ref) or type(value) in weakref.ProxyTypes:
             self._meet(referent(value), (*place, Access("referent", "")))
         elif isinstance(value, VIEWS):
             self._meet(value.mapping, (*place, Access("get", "mapping")))
