@@ -314,7 +314,7 @@ class _Exporter:
                 with random_state_kept(self._step.device_for(sample)):
                     outputs_by_run.append(self._module.run(*(value.clone() for value in sample)))
                 left_by_run.append([read(self._module, place) for place in tables])
-        if not all(torch.allclose(*pair, equal_nan=True) for pair in zip(*outputs_by_run, strict=True)):
+        if not all(torch.allclose(one, other, equal_nan=True) for one, other in zip(*outputs_by_run, strict=True)):
             return []
         same = zip(tables, *left_by_run, strict=True)
         return [place for place, first, second in same if first.shape == second.shape and torch.equal(first, second)]

@@ -91,7 +91,7 @@ class Reads:
         self._current: dict[Hashable, _Variant] = {}
         self._last: _Variant | None = None
         self._unchanged: Callable[[], bool] = _always
-        self._carried: dict[str, tuple[torch.Tensor, int]] = {}  # each with its address
+        self._carried: dict[str, tuple[Any, int]] = {}  # each with its address
         self._scalars: dict[str, torch.Tensor] = {}
         self._warned: set[Place] = set()
         self.numbers: set[Place] = set()
@@ -159,7 +159,7 @@ class Reads:
         notes = [] if self._last is None else self._last.notes
         for name, place in {name: place for entry in notes for name, place in entry.tensors.items()}.items():
             tensor = read(self._root, place)
-            before, address = self._carried.get(name, (None, 0))
+            before, address = self._carried.get(name, (MISSING, 0))
             if tensor is before and tensor.data_ptr() == address and tensor.is_contiguous():
                 continue
             kept = owned_dtype(tensor.dtype) if owned else tensor.dtype

@@ -16,7 +16,14 @@ from .places import Access
 
 __all__ = ["Calls", "functions_in"]
 
-_WRAPPERS = (property, staticmethod, classmethod, functools.partial, functools.partialmethod, functools.cached_property)
+_WRAPPERS: tuple[Any, ...] = (
+    property,
+    staticmethod,
+    classmethod,
+    functools.partial,
+    functools.partialmethod,
+    functools.cached_property,
+)
 _WRAPPERS += (functools._lru_cache_wrapper, functools.singledispatchmethod, types.FunctionType)
 _WRAPPED = ("__func__", "fget", "fset", "func", "__wrapped__")
 
@@ -41,14 +48,15 @@ class Calls(TorchFunctionMode):
                 if is_users(frame.f_globals.get("__name__")):
                     report(frame)
 
-        self._hook, self._others = hook, sys.getprofile()
+        self._hook = hook
+        self._others: Any = sys.getprofile()
 
     def __enter__(self) -> Any:
         sys.setprofile(self._hook)
-        return super().__enter__()
+        return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
         sys.setprofile(None)
         if hasattr(self._others, "enable"):  # Python's own profiler
             self._others.enable()

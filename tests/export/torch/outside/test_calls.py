@@ -37,12 +37,12 @@ def test_each_function_that_runs_is_reported_once() -> None:
 
 
 def test_another_profiler_goes_on() -> None:
-    profiler = cProfile.Profile()
+    profiler: Any = cProfile.Profile()
     profiler.enable()
     try:
         with Calls(lambda frame: None):
             pass
-        assert sys.getprofile() is profiler
+        assert profiler is sys.getprofile()
     finally:
         profiler.disable()
 
