@@ -11,6 +11,7 @@ import copy
 import functools
 import itertools
 import math
+import os
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -42,7 +43,7 @@ __all__ = [
     "without_reading_memory",
 ]
 
-_COLLECTIVES = str(Path(torch.__file__).parent / "distributed")
+_COLLECTIVES = f"{Path(torch.__file__).parent / 'distributed'}{os.sep}"
 _TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 

@@ -59,7 +59,7 @@ _OF_VARIABLE = {
 }
 # A reason may contain values that differ from call to call.
 _MAXIMUM_WARNINGS = 16
-_NOT_THE_CALLER = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent))
+_NOT_THE_CALLER = tuple(f"{folder}{os.sep}" for folder in (Path(__file__).parents[1], Path(torch.__file__).parent))
 
 
 class NoGraphError(RuntimeError):

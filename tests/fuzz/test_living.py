@@ -39,6 +39,94 @@ _FOUND = {
         heads=("global R0",),
         shown=("get0()",),
     ),
+    "an object that is changed and then replaced": Case(
+        lines=(("forward", "h = h * len(get0().v)"), ("forward", "get0().v.append(1); get0().v = [*get0().v, 2][-2:]")),
+        before=("get0 = functools.partial(constant, Data([0.5]))",),
+        shown=("get0().v",),
+    ),
+    "a table that a user replaces": Case(
+        lines=(("forward", "h = h + 1 if self.r0 is not None else h"), ("forward", "self.r0 = torch.zeros(4)")),
+        changes=((1, "net.r0 = 1.0"),),
+        init=(("net", "self.r0 = None"),),
+    ),
+    "a weak proxy": Case(
+        lines=(("forward", "h = h * self.w0.v[0]; self.w0.v[0] = 2.5"),),
+        init=(("net", "self.w0 = weakref.proxy(KEPT0)"),),
+        before=("KEPT0 = Box([0.5])",),
+        shown=("KEPT0.v",),
+        way="module",
+    ),
+    "a number that becomes an int and a float": Case(
+        lines=(("forward", "h = h * self.r0"), ("forward", "self.r0 = self.r0 * 0.9")),
+        changes=((2, "net.r0 = 2"),),
+        init=(("net", "self.r0 = 3"),),
+    ),
+    **{
+        name: Case((("forward", f"h = h * {read}"),), ((2, change),), (("net", init),), (before,), way=way)
+        for way, name, before, init, read, change in (
+            (
+                "trainer",
+                "a subclass",
+                "class B0: r = 0.5\nclass C0(B0): pass",
+                "self.c0 = C0()",
+                "self.c0.r",
+                "C0.r = 2.5",
+            ),
+            ("module", "a later attribute", "class C0: pass", "pass", "getattr(C0, 'r', 1.5)", "C0.r = 2.5"),
+            ("trainer", "a later global", "", "pass", "globals().get('R0', 1.5)", "globals()['R0'] = 2.5"),
+            (
+                *("module", "a property", "class C0: r = property(lambda self: 0.5)", "self.c0 = C0()", "self.c0.r"),
+                "C0.r = property(lambda self: 2.5)",
+            ),
+            (
+                *("trainer", "a static method", "class C0: get = staticmethod(lambda: 0.5)", "pass", "C0.get()"),
+                "C0.get = staticmethod(lambda: 2.5)",
+            ),
+            (
+                *("trainer", "a metaclass", "class M0(type):\n    def __call__(cls): return R0", "global R0; R0 = 0.5"),
+                *("types.new_class('C0', (), {'metaclass': M0})()", "globals()['R0'] = 2.5"),
+            ),
+            (
+                *("module", "a parameter's attribute", "", "self.fc.weight.r = 0.5"),
+                *("getattr(self.fc.weight, 'r', 1.5) * getattr(self.fc.weight, 's', 1.0)", "net.fc.weight.s = 2.5"),
+            ),
+            (
+                *("trainer", "a distribution", "", "self.r0 = torch.distributions.Normal(torch.ones(4), 1.0)"),
+                *("self.r0.mean", "net.r0.loc = torch.full((4,), 2.5)"),
+            ),
+            (
+                *(
+                    "module",
+                    "a C function",
+                    "import operator",
+                    "self.r0 = operator.itemgetter(0)",
+                    "self.r0((0.5, 2.5))",
+                ),
+                "net.r0 = operator.itemgetter(1)",
+            ),
+            ("trainer", "memory", "R0 = torch.ones(4)", "pass", "R0", "R0.data = torch.full((4,), 2.5)"),
+            ("module", "a set", "", "self.r0 = {Box(0.5)}", "next(iter(self.r0)).v", "next(iter(net.r0)).v = 2.5"),
+            ("trainer", "a key", "", "self.r0 = {Box(0.5): 1}", "[*self.r0][0].v", "[*net.r0][0].v = 2.5"),
+            (
+                *("module", "an object array", "", "self.r0 = np.array([[Box(0.5), None]], dtype=object)"),
+                *("self.r0[0, 0].v", "net.r0[0, 0].v = 2.5"),
+            ),
+            (
+                *("trainer", "a context variable", "V0 = contextvars.ContextVar('v', default=Box(0.5))", "pass"),
+                *("V0.get().v", "V0.get().v = 2.5"),
+            ),
+            (
+                *("module", "a subclass of dict", "class D0(dict): r = 0.5", "self.r0 = D0(); self.r0.r = 1.5"),
+                *("self.r0.r", "net.r0.r = 2.5"),
+            ),
+            ("trainer", "an event", "", "self.r0 = threading.Event()", "(1.5 + self.r0.is_set())", "net.r0.set()"),
+            ("module", "a long list", "", "self.r0 = [0.5] * 2000", "self.r0[1500]", "net.r0[1500] = 2.5"),
+            (
+                *("trainer", "the type of a number", "", "self.r0 = 1.0"),
+                *("(2 * self.r0 if type(self.r0) is float else 1)", "net.r0 = 3.0"),
+            ),
+        )
+    },
 }
 
 

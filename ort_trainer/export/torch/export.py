@@ -310,7 +310,8 @@ class _Exporter:
     def _new_tables(self, captured: Capture, sample: Sequence[torch.Tensor]) -> list[Place]:
         """Returns the places where there was None, and the run leaves a tensor that depends on sizes alone.
 
-        To be sure, the step runs twice in PyTorch: the second run, which finds the table, must leave the same one.
+        To be sure, the step runs twice in PyTorch: the second run, which finds the table, must compute the same, and
+        leave the same table.
         """
         recorder = self._module.recorder
         results = captured.exported.graph_signature.user_outputs
@@ -324,12 +325,15 @@ class _Exporter:
         ]
         if not tables:
             return []
+        outputs_by_run: list[tuple[torch.Tensor, ...]] = []
         left_by_run: list[list[torch.Tensor]] = []
-        kept = random_state_kept(self._step.device_for(sample))
-        with torch.no_grad(), kept, Recorder(self._module).running():
+        with torch.no_grad(), Recorder(self._module).running():
             for _ in range(2):
-                self._module.run(*(value.clone() for value in sample))
+                with random_state_kept(self._step.device_for(sample)):
+                    outputs_by_run.append(self._module.run(*(value.clone() for value in sample)))
                 left_by_run.append([read(self._module, place) for place in tables])
+        if not all(torch.allclose(one, other, equal_nan=True) for one, other in zip(*outputs_by_run, strict=True)):
+            return []
         same = zip(tables, *left_by_run, strict=True)
         return [place for place, first, second in same if first.shape == second.shape and torch.equal(first, second)]
 

@@ -7,6 +7,7 @@ import io
 import itertools
 import keyword
 import operator
+import os
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,9 +27,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import checkpoint as checkpointing
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ....core.errors import ExportError
+from ....core.errors import PACKAGE, ExportError
 from ....options import InputDescription
-from ..fx.explain import explain, source_line
+from ..fx.explain import LIBRARIES, explain, source_line
 from ..fx.symbols import users_lines_of_conditions
 from ..fx.values import draws_numbers, reached
 from ..fx.view_writes import DATA, bases_of, refuse_inexact_writes, written
@@ -37,6 +38,7 @@ from ..outside.changes import BACKWARD_HOOKS, GLOBAL_HOOKS
 from ..outside.generators import drawing_from_copies
 from ..outside.numbers import functions_of_numbers
 from ..outside.output import output_watched
+from ..outside.values import memory_of
 from .borrow import fast_path_disabled
 from .branches import Assumption
 from .step_module import StepModule
@@ -51,10 +53,10 @@ CHECKPOINT = "ort_trainer_checkpoint"
 _OF_OPERATORS = "GeneratedBackwardFor_"
 _DATA: Any = torch.Tensor.data
 _APPLY: Callable[..., nn.Module] = nn.Module._apply
-_TORCH = str(Path(torch.__file__).parent)
-_OURS = str(Path(__file__).parents[3])
+_TORCH, _ = LIBRARIES
+_OURS = PACKAGE
 # Model code within torch: batch norm in training, for example, refuses a single value per channel.
-_TORCH_MODELS = str(Path(torch.nn.__file__).parent)
+_TORCH_MODELS = f"{Path(torch.nn.__file__).parent}{os.sep}"
 _COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
     "__gt__": operator.gt,
     "__ge__": operator.ge,
@@ -153,6 +155,7 @@ def capture(
     ):
         exported = _export(module, tuple(sample), dims)
     _refuse_changed_constants(exported)
+    _refuse_tensors_without_place(exported, module)
     _refuse_random_branches(exported, module)
     for part in exported.graph_module.modules():
         if isinstance(part, torch.fx.GraphModule):
@@ -430,6 +433,34 @@ def _refuse_changed_constants(program: torch.export.ExportedProgram) -> None:
                     f"forward() changes {what} in place, a plain tensor, so the change would be lost: make it a "
                     f"buffer, self.register_buffer(...)\n  {source_line(node)}"
                 )
+
+
+def _refuse_tensors_without_place(program: torch.export.ExportedProgram, module: StepModule) -> None:
+    """Raises if the model reads a tensor that was there before the run, but no place is known where steps can read it.
+
+    As a constant, the graph would have this tensor in every step. Those that the run makes, PyTorch lifts by an
+    operator.
+    """
+    if not module.carries or module.recorder.used_caches:  # a tensor that a function has kept stays
+        return
+    nodes = [
+        node
+        for part in program.graph_module.modules()
+        if isinstance(part, torch.fx.GraphModule)
+        for node in part.graph.nodes
+    ]
+    fresh = {node.args[0].name for node in nodes if node.target is torch.ops.aten.lift_fresh_copy.default}
+    outside = set(map(memory_of, module.outside().values()))
+    for name, target in program.graph_signature.inputs_to_lifted_tensor_constants.items():
+        value = program.constants[target]
+        memory = memory_of(value) if isinstance(value, torch.Tensor) else None
+        readers = [node for node in nodes if any(source.name == name for source in node.all_input_nodes)]
+        if memory is not None and name not in fresh and memory not in outside and readers:
+            raise ExportError(
+                f"{type(module.model).__name__} or its loss reads a tensor of shape {list(value.shape)} that was there "
+                "before the step, in an object in which a later change of it can't be noticed: keep it in an attribute "
+                f"of the model, or make it in forward()\n  {source_line(readers[0])}"
+            )
 
 
 def _refuse_random_branches(program: torch.export.ExportedProgram, module: StepModule) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import re
 import traceback
 from collections.abc import Iterable
@@ -32,7 +33,7 @@ __all__ = [
 
 # Not the user's code: PyTorch and this package.
 _TORCH = Path(torch.__file__).parent
-LIBRARIES = (str(_TORCH), str(Path(__file__).parents[1]))
+LIBRARIES = (f"{_TORCH}{os.sep}", f"{Path(__file__).parents[1]}{os.sep}")
 # The parts of PyTorch that compute in Python; the other parts only capture the model.
 _COMPUTES = tuple(str(_TORCH / part) for part in ("nn", "distributions", "functional.py", "_decomp", "_refs"))
 _GRADIENTS = tuple(

@@ -194,7 +194,6 @@ class ModelWatch:
         self.trainable: frozenset[str] = frozenset()
         self.last_change = ""
         self._parameters = dict(model.named_parameters())
-        self._current: dict[bool, int] = {}
         self._take_modules()
 
     def _take_modules(self) -> None:

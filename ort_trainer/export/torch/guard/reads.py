@@ -76,7 +76,6 @@ class Reads:
     Attributes:
         numbers: Places of numbers that have changed, for which graphs should have inputs.
         changes: What had changed when the model last left a variant, as text.
-        tables: Places of tables that depend on sizes alone, and what was there before the first run.
         carries: Whether any graph takes tensors from outside.
     """
 
@@ -92,12 +91,13 @@ class Reads:
         self._current: dict[Hashable, _Variant] = {}
         self._last: _Variant | None = None
         self._unchanged: Callable[[], bool] = _always
-        self._carried: dict[str, torch.Tensor] = {}
+        self._carried: dict[str, tuple[Any, int]] = {}  # each with its address
+        self._scalars: dict[str, torch.Tensor] = {}
         self._warned: set[Place] = set()
         self.numbers: set[Place] = set()
         self.changes: list[str] = []
         self.carries = False
-        self.tables: dict[Place, Any] = {}
+        self._tables: dict[Place, Any] = {}
 
     def variant(self, structure: Hashable) -> int:
         """Returns the number of the variant in which the model is: graphs of one number may be used for it.
@@ -122,7 +122,7 @@ class Reads:
     def add(self, notes: Notes) -> None:
         """Takes the notes of an export for the variant that :meth:`variant` has returned last."""
         for place in notes.tables:
-            self.tables.setdefault(place, read(self._root, place))
+            self._tables.setdefault(place, read(self._root, place))
         variant = self._last
         if variant is None:  # nobody has asked, so nobody will use the graph
             return
@@ -159,20 +159,34 @@ class Reads:
         notes = [] if self._last is None else self._last.notes
         for name, place in {name: place for entry in notes for name, place in entry.tensors.items()}.items():
             tensor = read(self._root, place)
-            if tensor is self._carried.get(name):
+            before, address = self._carried.get(name, (MISSING, 0))
+            if tensor is before and tensor.data_ptr() == address and tensor.is_contiguous():
                 continue
             kept = owned_dtype(tensor.dtype) if owned else tensor.dtype
             converted = tensor.detach().to(dtype=kept).resolve_conj().resolve_neg().contiguous()
             if converted.data_ptr() == tensor.data_ptr():  # otherwise it is a copy, which must be renewed in every step
-                self._carried[name] = tensor
+                self._carried[name] = tensor, tensor.data_ptr()
             tensors[name] = converted
         for name, (expression, dtype) in {n: e for entry in notes for n, e in entry.scalars.items()}.items():
-            value, scalar = evaluate(expression, self._root), self._carried.get(name)
-            if scalar is None:
-                scalar = self._carried[name] = torch.zeros((), dtype=getattr(torch, dtype.removeprefix("torch.")))
-                tensors[name] = scalar
-            scalar.fill_(value)
+            value = evaluate(expression, self._root)
+            if name not in self._scalars or str(self._scalars[name].dtype) != dtype:
+                scalar = torch.zeros((), dtype=getattr(torch, dtype.removeprefix("torch.")))
+                tensors[name] = self._scalars[name] = scalar
+            self._scalars[name].fill_(value)
         return tensors
+
+    @property
+    def tables(self) -> Mapping[Place, Any]:
+        """Places of tables that depend on sizes alone, and what was there before the first run.
+
+        Without those where the user has put something since.
+        """
+        now = {place: read(self._root, place) for place in self._tables}
+        return {
+            place: before
+            for place, before in self._tables.items()
+            if now[place] is before or now[place] is self._root.left.get(place)
+        }
 
     def _index(self, what: Any) -> int:
         """Returns the index of a place or an expression; begins to watch it if it is new."""
@@ -195,8 +209,8 @@ class Reads:
                 return frozen(evaluate(what, self._root))
             value = read(self._root, what)
             # A table that a run of a graph has left counts as what was there before the first run.
-            is_table = what in self.tables and value is not None and value is self._root.left.get(what)
-            return frozen(self.tables[what] if is_table else value)
+            is_table = what in self._tables and value is not None and value is self._root.left.get(what)
+            return frozen(self._tables[what] if is_table else value)
         except (*GONE, ArithmeticError):
             return MISSING
 
@@ -253,9 +267,20 @@ class Reads:
 
     def _compile(self) -> None:
         condition = Condition(frozen=frozen, read=read, has_same_parts=has_same_parts)
+        added: set[Place] = set()
         for index, place in enumerate(self._watched):
-            if isinstance(place, tuple) and index not in self._volatile:
-                _add_place(condition, read(self._root, place[:-1]), place[-1])
+            if not isinstance(place, tuple) or index in self._volatile:
+                continue
+            owner: Any = self._root
+            for at, step in enumerate(place):  # what is on the way to the value counts, too
+                part = read(owner, (step,))
+                is_new = place[: at + 1] not in added
+                if is_new and (at == len(place) - 1 or not isinstance(part, nn.Module)):
+                    added.add(place[: at + 1])
+                    _add_place(condition, owner, step)
+                owner = part
+                if owner is MISSING:
+                    break
         self._unchanged = condition.function()
 
 
@@ -275,6 +300,9 @@ def _add_place(condition: Condition, owner: Any, step: Access) -> None:
     kind, key = step
     if owner is MISSING:
         return
+    if kind in ("item", "entry", "member") and isinstance(owner, (*CHANGEABLE, tuple, frozenset)):
+        _add_contents(condition, owner)
+        return
     value, name = read(owner, (step,)), condition.name
     if kind in ("attribute", "global"):
         values = owner.__globals__ if kind == "global" else attributes_of(owner)
@@ -283,9 +311,14 @@ def _add_place(condition: Condition, owner: Any, step: Access) -> None:
             return
         where = f"{name(values)}[{key!r}]"
     elif kind == "class":
-        base = next((base for base in type(owner).__mro__ if key in vars(base)), type(owner))
-        where = f"{condition.attributes_of(base)}[{key!r}]"
         condition.has_type(owner)
+        for base in type(owner).__mro__:
+            where = f"{condition.attributes_of(base)}[{key!r}]"
+            if key in vars(base):
+                break
+            condition.add(f"{key!r} not in {condition.attributes_of(base)}")
+        else:
+            return
     elif kind == "cell" and value is not MISSING:
         where = f"{name(owner.__closure__[key])}.cell_contents"
     elif kind in ("item", "key") and value is not MISSING:
@@ -308,8 +341,9 @@ def _add_contents(condition: Condition, value: Any) -> None:
         return
     if isinstance(value, torch.Tensor):
         if value.layout is torch.strided:
-            condition.add(f"{condition.name(value)}.shape == {condition.name(value.shape)}")
-            condition.add(f"{condition.name(value)}.requires_grad is {value.requires_grad}")
+            name = condition.name(value)
+            condition.add(f"{name}.shape == {condition.name(value.shape)}")
+            condition.add(f"{name}.requires_grad is {value.requires_grad}")
     elif isinstance(value, CHANGEABLE):
         condition.add(f"has_same_parts({condition.name(value)}, {condition.name(copied(value))})")
     elif isinstance(value, MEMORIES):

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from .containers import CHANGEABLE, copied, has_same_parts, refill
 from .generators import has_drawn, name_of, put_back, state_of
-from .places import MISSING, Access, Place, described, in_cell
+from .places import MISSING, Access, Place, described, in_cell, referent
 from .values import frozen
 
 __all__ = [
@@ -113,7 +113,7 @@ class Copies:
     def add_memory(self, value: Any, place: Place) -> None:
         """Copies the contents of one of :data:`~.values.MEMORIES`, except for an array too large to be a setting."""
         if isinstance(value, contextvars.ContextVar):
-            self._memories[id(value)] = place, value, value.get(MISSING)
+            self._memories[id(value)] = place, value, referent(value)
         elif memoryview(value).nbytes <= _LARGEST:
             self._memories[id(value)] = place, value, copy.copy(value)
 
@@ -144,7 +144,7 @@ class Copies:
     def changed_memory(self) -> Iterator[Place]:
         """Yields the places of arrays and context variables that the run has changed."""
         for place, value, before in self._memories.values():
-            now = value.get(MISSING) if isinstance(value, contextvars.ContextVar) else value
+            now = referent(value) if isinstance(value, contextvars.ContextVar) else value
             if now is not before and frozen(now) != frozen(before):
                 yield place
 
@@ -204,7 +204,7 @@ class Copies:
         for _, value, before in self._memories.values():
             if not isinstance(value, contextvars.ContextVar):
                 value[... if isinstance(value, numpy.ndarray) else slice(None)] = before
-            elif before is not MISSING and value.get(MISSING) is not before:
+            elif before is not MISSING and referent(value) is not before:
                 value.set(before)
         with _untraced(), torch.no_grad():
             for tensor, numbers in self._tensors.values():

@@ -7,14 +7,18 @@ import functools
 import sys
 import types
 from collections.abc import Iterator
+from typing import Any
 
-__all__ = ["LIBRARIES", "assigned_in", "globals_of", "imports_of", "is_users", "names_of"]
+__all__ = ["LIBRARIES", "assigned_in", "globals_of", "imports_of", "is_users", "names_of", "optional_in"]
 
 LIBRARIES = frozenset({"torch", "numpy", "sympy", "ort_trainer", "torchgen", "functorch", "_pytest", "pluggy"})
 """Libraries whose settings are not watched; pytest rewrites assertions so that they read its own state."""
 _NOT_USERS = sys.stdlib_module_names | LIBRARIES
 # With these, code looks up attributes and global variables by strings.
 _BY_NAME = frozenset({"getattr", "hasattr", "setattr", "attrgetter", "vars", "__dict__", "globals"})
+
+# What code names that handles the error of an absent attribute or variable.
+_ABSENT = frozenset({"AttributeError", "NameError", "Exception"})
 
 
 def is_users(module: str | None) -> bool:
@@ -32,6 +36,14 @@ def names_of(code: types.CodeType) -> frozenset[str]:
     if "getenv" in names:  # a function of Python's own, which reads os.environ
         names |= {"environ"}
     return names.union(_texts(code, _BY_NAME), *map(names_of, _inner(code)))
+
+
+@functools.lru_cache(maxsize=4096)
+def optional_in(code: types.CodeType) -> frozenset[str]:
+    """Returns those of the names in code that may be absent: it looks them up by strings, or handles errors."""
+    names = _texts(code, _BY_NAME)
+    names |= frozenset(code.co_names) if not _ABSENT.isdisjoint(code.co_names) else frozenset()
+    return frozenset(name for name in names if not name.startswith("__")).union(*map(optional_in, _inner(code)))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -57,13 +69,17 @@ def _imported(code: types.CodeType) -> frozenset[str]:
     return frozenset(names).union(*map(_imported, _inner(code)))
 
 
-def imports_of(function: types.FunctionType) -> frozenset[str]:
-    """Returns the names of a user's modules that a function imports as it runs, if they have been imported before."""
-    package = str(function.__globals__.get("__package__") or "")
-    names = names_of(function.__code__)
+def imports_of(code: types.CodeType, values: dict[str, Any]) -> frozenset[str]:
+    """Returns the names of a user's modules that code imports as it runs, if they have been imported before.
+
+    Args:
+        code: The code.
+        values: Its global variables.
+    """
+    package, names = str(values.get("__package__") or ""), names_of(code)
     if not any(name in sys.modules or f"{package}.{name}" in sys.modules for name in names):
         return frozenset()  # saves disassembling the code
-    modules = {full for name in _imported(function.__code__) for full in (name, f"{package}.{name}") if is_users(full)}
+    modules = {full for name in _imported(code) for full in (name, f"{package}.{name}") if is_users(full)}
     return frozenset(modules & sys.modules.keys())
 
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from .containers import copied
 from .numbers import Expression, Number, evaluate
-from .places import MISSING, Place, read, write
+from .places import MISSING, Place, put, read
 
 __all__ = ["Code", "Leftovers", "decode", "encode"]
 
@@ -47,9 +47,10 @@ class Leftovers:
             root: Where places begin.
             tensors: The tensors of the run.
         """
-        values = [(place, decode(code, tensors, root)) for place, code in self.writes]
-        for place, value in values:
-            write(root, place, value)
+        # A run may have changed an object, and then replaced it.
+        values = [(read(root, place[:-1]), place, decode(code, tensors, root)) for place, code in self.writes]
+        for owner, place, value in values:
+            put(owner, place[-1], value)
             if isinstance(value, torch.Tensor):
                 root.left[place] = value
 

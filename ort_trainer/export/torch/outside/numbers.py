@@ -28,6 +28,7 @@ __all__ = [
     "Growing",
     "Number",
     "TensorsAsNumbers",
+    "TypeOf",
     "Uses",
     "evaluate",
     "functions_of_numbers",
@@ -304,6 +305,21 @@ class Growing:
 
     def __add__(self, other: Any) -> Any:
         return self._fixed() + other
+
+
+class _Kind(type):
+    """The class of :class:`TypeOf`."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        stands_in = len(args) == 1 and type(args[0]) in (Number, Growing)
+        return args[0].__class__ if stands_in else type(*args, **kwargs)
+
+    def __instancecheck__(cls, value: Any) -> bool:
+        return isinstance(value, type)
+
+
+class TypeOf(metaclass=_Kind):
+    """Stands for ``type`` in code that meets stand-ins: of such a one, it returns the class of what it stands for."""
 
 
 def _plain(value: Any) -> Any:

@@ -5,14 +5,31 @@ A place is made of strings and numbers, so a child process can name it to its pa
 
 from __future__ import annotations
 
+import contextvars
+import itertools
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy
+
 from .containers import copied, refill
 
-__all__ = ["MISSING", "Access", "Place", "attributes_of", "described", "in_cell", "of_class", "read", "write"]
+__all__ = [
+    "MISSING",
+    "Access",
+    "Place",
+    "attributes_of",
+    "described",
+    "in_cell",
+    "of_class",
+    "put",
+    "read",
+    "referent",
+    "write",
+]
 
 
 class _Missing:
@@ -31,10 +48,11 @@ class Access(NamedTuple):
     Attributes:
         kind: ``get`` (what the owner's attribute returns), ``attribute`` (an entry of its ``__dict__``), ``tensor`` (a
             module's parameter or buffer), ``class`` (an attribute of its class), ``global`` (a global variable of a
-            function), ``module`` (a Python module, by its name), ``referent`` (of a weak reference), ``cell`` (a
-            variable of a function's closure), ``item`` (of a sequence), ``entry`` (of a dict, by the position of its
-            key), ``key`` (of a dict, by a key that is a string), ``contents`` (all that a container holds); only to be
-            written, ``end`` (what is appended to a list).
+            function), ``module`` (a Python module, by its name), ``referent`` (of a weak reference or a context
+            variable), ``cell`` (a variable of a function's closure), ``item`` (of a sequence or an array), ``entry``
+            (of a dict, by the position of its key), ``member`` (of a set, or a key of a dict, by its position), ``key``
+            (of a dict, by a key that is a string), ``contents`` (all that a container holds); only to be written,
+            ``end`` (what is appended to a list).
         key: A name or a position.
     """
 
@@ -60,12 +78,27 @@ def in_cell(cell: Any) -> Any:
         return MISSING
 
 
+def referent(reference: Any) -> Any:
+    """Returns what a weak reference or a context variable refers to, or :data:`MISSING`."""
+    try:
+        if type(reference) in weakref.ProxyTypes:
+            return reference.__reduce__.__self__  # a proxy looks up methods in the object
+        return reference.get() if isinstance(reference, contextvars.ContextVar) else reference()
+    except (LookupError, ReferenceError):
+        return MISSING
+
+
 def _in_sequence(owner: Any, index: int) -> Any:
+    owner = owner.flat if isinstance(owner, numpy.ndarray) else owner
     return owner[index] if index < len(owner) else MISSING
 
 
 def _in_dict(owner: Any, index: int) -> Any:
-    return next((value for at, value in enumerate(copied(owner).values()) if at == index), MISSING)
+    return next(itertools.islice(copied(owner).values(), index, None), MISSING)
+
+
+def _member(owner: Any, index: int) -> Any:
+    return next(itertools.islice(owner if isinstance(owner, frozenset) else copied(owner), index, None), MISSING)
 
 
 def _of_closure(function: Any, index: int) -> Any:
@@ -84,12 +117,13 @@ _READ: dict[str, Callable[[Any, Any], Any]] = {
     "attribute": lambda owner, name: attributes_of(owner).get(name, MISSING),
     "tensor": lambda owner, name: {**owner._parameters, **owner._buffers}.get(name, MISSING),
     "module": lambda _, name: sys.modules.get(name, MISSING),
-    "referent": lambda reference, _: reference(),
+    "referent": lambda reference, _: referent(reference),
     "class": lambda owner, name: of_class(type(owner), name),
     "global": lambda function, name: function.__globals__.get(name, MISSING),
     "cell": _of_closure,
     "item": _in_sequence,
     "entry": _in_dict,
+    "member": _member,
     "key": lambda owner, key: owner.get(key, MISSING),
     "contents": lambda owner, _: copied(owner),
 }
@@ -106,7 +140,12 @@ def read(root: Any, place: Place) -> Any:
 
 def write(root: Any, place: Place, value: Any) -> None:
     """Puts a value at a place; :data:`MISSING` removes what is there."""
-    owner, (kind, key) = read(root, place[:-1]), place[-1]
+    put(read(root, place[:-1]), place[-1], value)
+
+
+def put(owner: Any, step: Access, value: Any) -> None:
+    """Puts a value one step from an owner, as :func:`write` does."""
+    kind, key = step
     if kind == "tensor":
         owner._buffers[key] = value
     elif kind == "cell":

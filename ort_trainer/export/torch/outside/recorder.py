@@ -13,9 +13,11 @@ import builtins
 import contextlib
 import enum
 import functools
+import gc
 import inspect
 import io
 import itertools
+import os
 import random
 import sys
 import threading
@@ -24,35 +26,32 @@ import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
 
 from ....core.errors import ExportError
+from .calls import Calls, functions_in
 from .changes import HOOKS, OF_EVERY_MODULE, Copies, WritesToParameters
-from .code import LIBRARIES, assigned_in, globals_of, imports_of, is_users, names_of
+from .code import LIBRARIES, assigned_in, globals_of, imports_of, is_users, names_of, optional_in
 from .containers import CHANGEABLE, copied, has_same_parts, refill
 from .generators import is_generator
 from .leftovers import Code, Leftovers, encode
 from .notes import Notes
-from .numbers import Expression, Growing, Number, Uses, places_of, text_of
+from .numbers import Expression, Growing, Number, TypeOf, Uses, places_of, text_of
 from .output import position_of
-from .places import MISSING, Access, Place, attributes_of, described, in_cell, of_class, read, write
+from .places import MISSING, Access, Place, attributes_of, described, in_cell, of_class, read, referent, write
 from .values import CONTAINERS, MEMORIES, VIEWS, frozen, is_plain, is_watched, parts_of
 
 __all__ = ["Pair", "PartsExchanged", "Recorder"]
 
-_TORCH = str(Path(torch.__file__).parent)
-_OURS = str(Path(__file__).parents[1])  # the exporter
-_TORCH_MODELS = str(Path(torch.nn.__file__).parent)
-# Called without being named.
-_CALLED_ON_CLASSES = frozenset(
-    {"__init__", "__call__", "__new__", "__post_init__", "forward", "setup_context", "backward"}
+_TORCH, _OURS, _TORCH_MODELS = (
+    f"{folder}{os.sep}"
+    for folder in (Path(torch.__file__).parent, Path(__file__).parents[1], Path(torch.nn.__file__).parent)
 )
-# Special methods that a run does not call on an object that was there before, and ours.
-_NOT_CALLED = frozenset({"__init__", "__new__", "__init_subclass__", "__post_init__", "__del__", "__repr__", "__str__"})
-_NOT_CALLED |= {"__reduce__", "__reduce_ex__", "__getstate__", "__setstate__", "__copy__", "__deepcopy__", "__dir__"}
-_NOT_CALLED |= {"__getattribute__"}
+# Of an autograd.Function, called after the run.
+_CALLED_LATER = frozenset({"setup_context", "backward"})
 # Objects that can't be watched, so all of their attributes count as read.
 _NAMESPACES = (types.SimpleNamespace, threading.local)
 # Kinds of steps to what can be replaced for a run.
@@ -102,6 +101,7 @@ class Recorder:
         aliases: Pairs of places that hold one object.
         kept_apart: The argument ``apart``.
         modes: The modules, by ``id``, whose attribute ``training`` the run has read.
+        used_caches: Whether the last run has called functions that keep results.
         leftovers: What the last run has left.
         result: The module's return value, encoded; None if it can't be encoded.
     """
@@ -120,7 +120,14 @@ class Recorder:
         self._thread = 0
         self.leftovers = Leftovers()
         self.result: Code | None = None
-        self._is_running = self._is_held = False
+        self.used_caches = self._is_running = self._is_held = False
+        # Where a capture has other tensors, which stand for them.
+        self._parameters: list[tuple[Place, torch.Tensor]] = [
+            ((*(Access("get", part) for part in path.split(".") if part), Access("tensor", key)), tensor)
+            for path, module in root.named_modules()
+            for key, tensor in (*module._parameters.items(), *module._buffers.items())
+            if tensor is not None
+        ]
         self._begin()
 
     def _begin(self) -> None:
@@ -136,6 +143,7 @@ class Recorder:
         self._foreign: set[int] = set()  # ids of modules that are not parts of the model
         self._of_classes: set[tuple[int, str]] = set()  # ids of classes and Python modules, with attributes recorded
         self._places_of_classes: dict[int, Place] = {}  # id of a class -> its first place
+        self._codes: dict[int, types.CodeType] = {}  # of the functions that were met
         self._names: set[str] = set()  # names of globals and attributes in the code of all functions
         self._files: list[tuple[Place, Any, int]] = []  # each with its position when it was met
         self._iterators: list[tuple[Place, Iterator[Any], str]] = []  # each with its text when it was met
@@ -146,6 +154,7 @@ class Recorder:
         self._begun_with: dict[Place, Any] = {}  # what tables, settings and copies have replaced
         self._numbers: dict[Place, Any] = {}  # the numbers and lists that stand-ins have replaced
         self._growing: dict[Place, Growing] = {}  # the stand-ins for lists
+        self._typed: list[dict[str, Any]] = []  # the global variables that have another "type"
         self._caches: list[tuple[Any, Any]] = []  # functions that keep results, and what they had kept before
         # What the run changes.
         self._copies = Copies()
@@ -184,7 +193,12 @@ class Recorder:
                 self._meet(self._root.loss_fn, (Access("get", "loss_fn"),))
             parameters = [*self._root.model.parameters()]
             is_real = all(type(parameter) is nn.Parameter for parameter in parameters)  # none that stands for one
-            with WritesToParameters(parameters, self._copies) if is_real else contextlib.nullcontext():
+            writes = WritesToParameters(parameters, self._copies) if is_real else contextlib.nullcontext()
+            with (
+                writes,
+                mock.patch.object(torch.Tensor, "__getattr__", self._absent(), create=True),
+                Calls(self._called),
+            ):
                 yield
         finally:
             if self._is_held:
@@ -230,8 +244,9 @@ class Recorder:
         Raises:
             ExportError: If the run leaves a value that can't be encoded.
         """
+        self.used_caches = any(function.cache_info() != before for function, before in self._caches)
         self._refuse_what_no_graph_does()
-        if any(function.cache_info() != before for function, before in self._caches):
+        if self.used_caches:
             self.uses.fixed.update(self._numbers)  # a result that was kept says not how it was computed
         flags = self._flags_of_hooks()
         recorded = (change for change in self._copies.changes() if change.place not in flags)
@@ -289,6 +304,11 @@ class Recorder:
 
     def _refuse_what_no_graph_does(self) -> None:
         """Raises an error for changes of arrays, reads of iterators, and random numbers that are not PyTorch's."""
+        if "cache_clear" in self._names and self.used_caches:
+            raise ExportError(
+                "the run clears the cache of a function, which a graph can't do: clear it before the step, or keep the "
+                "result in an attribute"
+            )
         for place in self._copies.changed_memory():
             raise ExportError(
                 f"the run changes {described(place)!r}, an array or a context variable, which a graph can't do: keep a "
@@ -465,8 +485,12 @@ class Recorder:
 
     def _restore(self) -> None:
         self._copies.restore()
+        for values in self._typed:
+            del values["type"]
         for function, before in self._caches:
-            if self._numbers and function.cache_info().misses != before.misses:  # it may have kept a stand-in
+            # It may have kept a stand-in for a number, a traced tensor, or a result of what the run has changed.
+            tainted = self._numbers or "cache_clear" in self._names or _holds_traced(function)
+            if function.cache_info().misses != before.misses and tainted:
                 function.cache_clear()
         # Two places may be one, such as a variable of two closures: the first has what was there before.
         for place, value in reversed([*self._begun_with.items(), *self._numbers.items()]):
@@ -488,14 +512,13 @@ class Recorder:
         for key, value in values.items():
             if type(value) in CONTAINERS and key not in OF_EVERY_MODULE:
                 self._copies.add_contents(value, (*place, Access("attribute", key)))
-        self._meet_special_methods(type(module), place)
         for hooks in HOOKS:
             for at, hook in enumerate(values.get(hooks, {}).values()):
                 self._meet(hook, (*place, Access("get", hooks), Access("entry", at)))
 
     def _meet(self, value: Any, place: Place) -> None:
         """Takes note of an object that the run may read from or change."""
-        if type(value) is Growing or (is_plain(value) and not isinstance(value, type)):
+        if value is MISSING or type(value) is Growing or (is_plain(value) and not isinstance(value, type)):
             return
         if isinstance(value, torch.Tensor):
             if type(value) in (torch.Tensor, nn.Parameter):  # not one that stands for a parameter during a capture
@@ -527,16 +550,19 @@ class Recorder:
             self._meet(value.__func__, (*place, Access("get", "__func__")))
         elif isinstance(value, (*CONTAINERS, functools.partial)):
             self._copies.add_contents(value, place)
-            self._meet_special_methods(type(value), place)
             for step, part in parts_of(value):
                 self._meet(part, (*place, Access(*step)))
+            for at, key in enumerate(copied(value) if isinstance(value, dict) else ()):
+                self._meet(key, (*place, Access("member", at)))
+            if type(value) not in CONTAINERS:
+                self._meet_object(value, place)
         elif is_generator(value):
             self._copies.add_generator(value, place)
         elif isinstance(value, types.BuiltinFunctionType):
             if isinstance(value.__self__, (random.Random, *CONTAINERS)):  # a method that was kept
                 self._record((*place, Access("get", "__self__")), value.__self__)
-        elif isinstance(value, weakref.ref):
-            self._meet(value(), (*place, Access("referent", "")))
+        elif isinstance(value, weakref.ref) or type(value) in weakref.ProxyTypes:
+            self._meet(referent(value), (*place, Access("referent", "")))
         elif isinstance(value, VIEWS):
             self._meet(value.mapping, (*place, Access("get", "mapping")))
         elif isinstance(value, types.MappingProxyType):
@@ -544,12 +570,14 @@ class Recorder:
                 self._meet(part, (*place, Access("key", key)))
         elif isinstance(value, Iterator):
             if isinstance(value, io.IOBase):  # what files hold is not watched
-                at = position_of(value)
-                self._files += [] if at is None else [(place, value, at)]
+                position = position_of(value)
+                self._files += [] if position is None else [(place, value, position)]
             else:
                 self._iterators.append((place, value, repr(value) if type(value) is itertools.count else ""))
         elif isinstance(value, MEMORIES):
             self._copies.add_memory(value, place)
+            for step, part in parts_of(value):
+                self._meet(part, (*place, Access(*step)))
         else:
             self._meet_object(value, place)
 
@@ -579,18 +607,60 @@ class Recorder:
         for name, part in () if can_be_watched else values.items():
             self._record((*place, Access("attribute", name)), part)
         self._meet_names(kind, (*place, Access("get", "__class__")), frozenset(self._names), data_only=can_be_watched)
-        self._meet_special_methods(kind, place)
 
-    def _meet_special_methods(self, kind: type, place: Place) -> None:
-        """Records the methods of a user's class that Python calls without looking them up in the object."""
-        for base in kind.__mro__ if is_users(kind.__module__) else ():
-            for name, method in list(vars(base).items()) if is_users(base.__module__) else ():
-                special = name.startswith("__") and name.endswith("__") and name not in _NOT_CALLED
-                if special and isinstance(method, types.FunctionType):
-                    self._record((*place, Access("class", name)), of_class(kind, name))
+    def _absent(self) -> Callable[[torch.Tensor, str], Any]:
+        """Returns what reads attributes of the tensors for which others stand during a capture, which lack them."""
+        now = [(read(self._root, place), place, tensor) for place, tensor in self._parameters]
+        stands_for = {id(other): (other, place, tensor) for other, place, tensor in now if other is not tensor}
+        mine = self._thread
+
+        def absent(owner: torch.Tensor, name: str) -> Any:
+            value: Any = MISSING
+            by_user = not sys._getframe(1).f_code.co_filename.startswith((_TORCH, _OURS))
+            if id(owner) in stands_for and by_user and threading.get_ident() == mine:
+                _, place, tensor = stands_for[id(owner)]
+                value = attributes_of(tensor).get(name, MISSING)
+                self._record((*place, Access("attribute", name)), value)
+            if value is MISSING:
+                raise AttributeError(f"{type(owner).__name__!r} object has no attribute {name!r}", name=name, obj=owner)
+            return value
+
+        return absent
+
+    def _called(self, frame: types.FrameType) -> None:
+        """Records a function that runs, at its place: in a class of its first argument, or by its name."""
+        code, values = frame.f_code, frame.f_globals
+        if id(code) in self._codes:
+            return
+        known: list[tuple[Any, Place]] = []
+        owner = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+        if id(owner) in self._met:
+            known += self._users_bases(type(owner), (*self._met[id(owner)][1], Access("get", "__class__")))
+        for base in (*(owner.__mro__ if isinstance(owner, type) else ()), *type(owner).__mro__):
+            if id(base) in self._places_of_classes:
+                known.append((base, self._places_of_classes[id(base)]))
+        holder: Any = sys.modules.get(values["__name__"])
+        of_module: Place = (Access("module", values["__name__"]),)
+        is_module = holder is not None and vars(holder) is values
+        place = of_module
+        for part in (*getattr(code, "co_qualname", code.co_name).split("."), "") if is_module else ():
+            known.append((holder, place))
+            holder, place = vars(holder).get(part), (*place, Access("attribute", part))
+            if not isinstance(holder, type):
+                break
+        for holder, place in known:
+            for name, value in list(vars(holder).items()):
+                for steps, function in functions_in(value):
+                    if function.__code__ is code:
+                        self._record((*place, Access("attribute", name)), value)
+                        self._record((*place, Access("attribute", name), *steps), function)
+                        return
+        if is_module:  # the function has no place, as those that this run has made, but its global variables have
+            self._meet_code(code, values, of_module, "attribute")
 
     def _meet_function(self, function: types.FunctionType, place: Place) -> None:
         """Records what a function may read: its closure, defaults, globals, and the modules that it imports."""
+        self._codes[id(function.__code__)] = function.__code__
         self._copies.add_function(function, place)
         for at, cell in enumerate(function.__closure__ or ()):
             inner: Place = (*place, Access("cell", at))  # type: ignore[assignment]
@@ -600,32 +670,65 @@ class Recorder:
             if getattr(function, name):
                 self._record((*place, Access("get", name)), getattr(function, name))
         self._record((*place, Access("get", "__code__")), function.__code__)
-        values = function.__globals__
-        if not is_users(values.get("__name__")):
-            return
-        names = names_of(function.__code__)
+        if is_users(function.__globals__.get("__name__")):
+            code = function.__code__
+            self._meet_code(code, function.__globals__, place, "global")
+            for at, cell in enumerate(function.__closure__ or ()):
+                names = names_of(code) | _CALLED_LATER
+                self._meet_names(in_cell(cell), (*place, Access("cell", at)), names, optional_in(code))
+
+    def _meet_code(self, code: types.CodeType, values: dict[str, Any], place: Place, kind: str) -> None:
+        """Records the global variables that code may read.
+
+        Args:
+            code: The code.
+            values: The global variables.
+            place: Of the function, or the Python module.
+            kind: The kind of the step from there to a global variable.
+        """
+        names, optional = names_of(code), optional_in(code)
         self._names |= names
+        if self._numbers and "type" in names and "type" not in values:
+            values["type"] = TypeOf
+            self._typed.append(values)
         for name in names:
             if name not in values and hasattr(builtins, name):
                 continue
             is_data = name in values and not isinstance(values[name], (types.ModuleType, types.FunctionType, type))
-            if is_data and name not in globals_of(function.__code__):  # the name of an attribute
+            if is_data and name not in globals_of(code):  # the name of an attribute
                 continue
-            inner = (*place, Access("global", name))  # type: ignore[assignment]
+            inner: Place = (*place, Access(kind, name))  # type: ignore[assignment]
             self._copies.add_global(values, name, inner)
             if name in values:
                 self._record(inner, values[name])
-                self._meet_names(values[name], inner, names | _CALLED_ON_CLASSES)
-        for name in imports_of(function):
-            self._meet_names(sys.modules[name], (*place, Access("module", name)), names)
-        for at, cell in enumerate(function.__closure__ or ()):
-            self._meet_names(in_cell(cell), (*place, Access("cell", at)), names | _CALLED_ON_CLASSES)
+                self._meet_names(values[name], inner, names | _CALLED_LATER, optional)
+            elif name in optional and name in globals_of(code):
+                self._record(inner, MISSING)
+        for name in imports_of(code, values):
+            self._meet_names(sys.modules[name], (*place, Access("module", name)), names, optional)
 
-    def _meet_names(self, value: Any, place: Place, names: frozenset[str], data_only: bool = False) -> None:
-        """Records what code may read of a class or of a Python module: nothing can watch their attributes.
+    def _meet_names(
+        self,
+        value: Any,
+        place: Place,
+        names: frozenset[str],
+        optional: frozenset[str] = frozenset(),
+        data_only: bool = False,
+    ) -> None:
+        """Records what code may read of a class, a function or a Python module: nothing can watch their attributes.
 
-        With ``data_only``, functions are left out: the code that names them does not call them on this class.
+        Args:
+            value: The class, function or module.
+            place: Its place.
+            names: The names in the code.
+            optional: Those of them that may be absent.
+            data_only: Whether to leave out functions, as the code that names them does not call them on this class.
         """
+        if isinstance(value, (type, types.ModuleType, types.FunctionType)):
+            room = value.__name__ if isinstance(value, types.ModuleType) else value.__module__
+            for name in optional if is_users(room) else ():
+                if inspect.getattr_static(value, name, MISSING) is MISSING:
+                    self._record((*place, Access("get" if isinstance(value, type) else "attribute", name)), MISSING)
         if isinstance(value, types.ModuleType):
             of_user = is_users(value.__name__)
             if value.__name__.partition(".")[0] in LIBRARIES:
@@ -659,7 +762,7 @@ class Recorder:
                     self._of_classes.add((id(base), name))
                     self._record((*of_base, Access("attribute", name)), part)
                     if code is not None:  # a method may read attributes of its class
-                        self._meet_names(value, place, names_of(code), data_only=True)
+                        self._meet_names(value, place, names_of(code), optional_in(code), data_only=True)
 
     def _users_bases(self, kind: type, place: Place) -> Iterator[tuple[type, Place]]:
         """Yields a class and its bases, except for PyTorch's and Python's, each with the first place it was met at."""
@@ -693,8 +796,6 @@ class Recorder:
     def _read(self, owner: Any, name: str, value: Any) -> None:
         """Records that an attribute was read."""
         _, place = self._met[id(owner)]
-        if name.startswith("__") and name != "__dict__":
-            return
         if isinstance(owner, nn.Module):
             if name == "training":
                 self.modes[id(owner)] = owner
@@ -712,6 +813,9 @@ class Recorder:
         except AttributeError:  # it has slots only
             values = None
         of_type = of_class(type(owner), name)
+        kept = isinstance(of_type, types.MemberDescriptorType) or (values is not None and name in values)
+        if name.startswith("__") and name != "__dict__" and not kept:
+            return
         if name == "__dict__":
             self._listed.add((*place, Access("get", name)))
             for key, entry in list(values.items()):
@@ -731,12 +835,14 @@ class Recorder:
             elif isinstance(of_type, types.GetSetDescriptorType):  # a property's own reads are recorded as it runs
                 self._record((*place, Access("get", name)), value)
             if of_user and type(of_type) is types.FunctionType:
-                names = names_of(of_type.__code__)
-                self._meet_names(type(owner), (*place, Access("get", "__class__")), names, data_only=True)
+                code = of_type.__code__
+                of_class_ = (*place, Access("get", "__class__"))
+                self._meet_names(type(owner), of_class_, names_of(code), optional_in(code), data_only=True)
         elif isinstance(owner, nn.Module) and name in {**owner._modules, **owner._parameters, **owner._buffers}:
             pass  # the model's own parts
         elif value is MISSING:
             self._record_if_old(values, name, place, MISSING)
+            self._record((*place, Access("class", name)), MISSING)
         else:  # what a __getattr__ or __getattribute__ makes, such as a config's other names
             self._record((*place, Access("get", name)), value)
 
@@ -787,6 +893,13 @@ def _numbers_changed(now: Any, before: Any) -> Iterator[Access]:
         for (step, value), (_, old) in zip(parts_of(now), parts_of(before), strict=True):
             if type(value) in (int, float) and type(old) in (int, float) and value is not old:
                 yield Access(*step)
+
+
+def _holds_traced(function: Any) -> bool:
+    """Returns whether a function with a cache has kept a tensor that a capture has traced."""
+    kept = [part for part in gc.get_referents(function) if part is not vars(function)]
+    leaves = torch.utils._pytree.tree_leaves(kept)
+    return any(isinstance(leaf, torch.Tensor) and type(leaf) not in (torch.Tensor, nn.Parameter) for leaf in leaves)
 
 
 def _unwatch(kind: type, replaced: Any) -> None:

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from .containers import copied
+from .places import MISSING, referent
 
 __all__ = ["CONTAINERS", "MEMORIES", "VIEWS", "frozen", "is_plain", "is_watched", "memory_of", "parts_of"]
 
@@ -29,13 +30,13 @@ MEMORIES = (numpy.ndarray, contextvars.ContextVar, bytearray, array.array, types
 """Kinds of objects that can't be watched, so their whole contents are compared."""
 _OF_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 _CALLABLES = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.MethodWrapperType)
-# Of a container with more entries only the number of entries is compared: comparing all takes too long at every step.
-_MOST_ENTRIES = 1000
 _DEEPEST = 50
 _UNWATCHED = frozenset({"abc", "asyncio", "builtins", "collections.abc", "concurrent", "contextlib", "functools", "gc"})
-_UNWATCHED |= {"importlib", "inspect", "io", "logging", "numpy", "ort_trainer", "re", "sympy", "sys", "threading"}
+_UNWATCHED |= {"importlib", "inspect", "io", "logging", "numpy", "ort_trainer", "re", "sympy", "sys"}
 _UNWATCHED |= {"pathlib", "traceback", "types", "typing", "unittest", "warnings", "_thread"}
-_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE
+# Rooms of torch whose objects users keep and change.
+_OF_USERS = frozenset({"amp", "cuda", "distributions", "optim", "utils"})
+_HEAP_TYPE, _IMMUTABLE_TYPE = 1 << 9, 1 << 8  # Py_TPFLAGS_HEAPTYPE, Py_TPFLAGS_IMMUTABLETYPE
 
 
 def is_watched(kind: type) -> bool:
@@ -46,8 +47,8 @@ def is_watched(kind: type) -> bool:
     """
     root, *rest = (kind.__module__ or "").split(".")
     if root in ("torch", "torchgen", "functorch"):
-        return rest[:1] == ["optim"]
-    return root not in _UNWATCHED and bool(kind.__flags__ & _HEAP_TYPE)
+        return bool(rest) and rest[0] in _OF_USERS
+    return root not in _UNWATCHED and kind.__flags__ & (_HEAP_TYPE | _IMMUTABLE_TYPE) == _HEAP_TYPE
 
 
 def is_plain(value: Any) -> bool:
@@ -86,7 +87,7 @@ def frozen(value: Any, depth: int = 0) -> Hashable:
     if isinstance(value, (*_CALLABLES, *_OF_TORCH, enum.Enum, type)):
         return kind, _Same(value)
     if isinstance(value, contextvars.ContextVar):
-        return kind, id(value), frozen(value.get(None), depth + 1)
+        return kind, id(value), frozen(referent(value), depth + 1)
     if isinstance(value, (bytearray, array.array)):
         return kind, bytes(value)
     if isinstance(value, VIEWS):
@@ -98,8 +99,8 @@ def frozen(value: Any, depth: int = 0) -> Hashable:
 
 
 def _frozen_container(value: Any, depth: int) -> Hashable:
-    """Returns a stand-in for a container; of a large or deeply nested one, only its class and length."""
-    if len(value) > _MOST_ENTRIES or depth > _DEEPEST:
+    """Returns a stand-in for a container; of a deeply nested one, only its class and length."""
+    if depth > _DEEPEST:
         return type(value), len(value)
     if isinstance(value, dict):
         return type(value), tuple((frozen(key), frozen(entry, depth)) for key, entry in copied(value).items())
@@ -136,10 +137,16 @@ def parts_of(value: Any) -> Iterator[tuple[tuple[str, str | int], Any]]:
         yield ("get", "args"), value.args
         yield ("get", "keywords"), value.keywords
     elif isinstance(value, dict):
-        if len(value) <= _MOST_ENTRIES:  # a copy, because the caller may change the container meanwhile
-            yield from ((("entry", at), part) for at, part in enumerate(copied(value).values()))
-    elif isinstance(value, (list, tuple, deque)) and len(value) <= _MOST_ENTRIES:
+        # Copies, because the caller may change the container meanwhile.
+        yield from ((("entry", at), part) for at, part in enumerate(copied(value).values()))
+    elif isinstance(value, (set, frozenset)):
+        yield from ((("member", at), part) for at, part in enumerate(tuple(value)))
+    elif isinstance(value, numpy.ndarray) and value.dtype.hasobject:
+        yield from ((("item", at), part) for at, part in enumerate(value.flat))
+    elif isinstance(value, (list, tuple, deque)):
         yield from ((("item", at), part) for at, part in enumerate(tuple(value)))
+    elif isinstance(value, contextvars.ContextVar) and referent(value) is not MISSING:
+        yield ("referent", ""), referent(value)
 
 
 def memory_of(tensor: torch.Tensor) -> Hashable:

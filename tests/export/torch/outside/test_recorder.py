@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import enum
 import itertools
+import logging
 import math
 import os
 import random
@@ -551,6 +552,14 @@ class Focal(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.fc(x)
         return torch.where(h > self.step, h, h.abs() ** self.gamma) + (h.abs() + 1).pow(exponent=self.gamma)
+
+
+def test_a_tensor_that_no_place_leads_to_is_refused() -> None:
+    logger: Any = logging.getLogger("of a test")
+    logger.scale = torch.ones(4)
+    trainer = trainer_of(Net(lambda net, h: h * logger.scale.sum()))
+    with pytest.raises(ExportError, match=r"a tensor of shape \[4\] that was there before the step"):
+        trainer.train_step(X, Y)
 
 
 def test_exponents_and_bounds_become_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
