@@ -103,8 +103,10 @@ class CallVerifier:
         tensors = call(values, functools.partial(self._check_gradients, eager))
         try:
             with torch.inference_mode(False):
-                eager.check(_numbered(tensors), taken)
-                count = len(tensors) - graphs.notes.leftovers.tensors
+                leftovers = graphs.notes.leftovers
+                count = len(tensors) - leftovers.tensors
+                compared = [value for at, value in enumerate(tensors) if at - count not in leftovers.numbers]
+                eager.check(_numbered(compared), taken)
                 eager.check_constants(graphs.results(tensors[:count]))
         except VerificationError as error:
             if not turns.is_automatic or error.__cause__ is None:
@@ -228,10 +230,10 @@ class _EagerCall:
             outputs = _numbered([*self._graphs.tensors_in(result), *recorder.leave(strict=False)])
             if tangents is not None:
                 return self._gradients(outputs, leaves, tangents)
-            if len(outputs) != len(self._graphs.passes.step.outputs):
+            count = len(self._graphs.passes.step.outputs) - len(self._graphs.notes.leftovers.numbers)
+            if len(outputs) != count:
                 self.refuse(
-                    f"forward() returns and leaves {len(outputs)} tensors, and the graph has "
-                    f"{len(self._graphs.passes.step.outputs)}.",
+                    f"forward() returns and leaves {len(outputs)} tensors, and the graph has {count}.",
                     "Nothing has changed.",
                 )
             return self._named(outputs, [*state, *copies.values()])

@@ -261,6 +261,11 @@ class StepGraphs:
         if notes is not None:
             self._source.leave(notes, tensors)
 
+    def numbers_left(self, step: Step) -> set[int]:
+        """Returns which of the tensors that a graph leaves are numbers that it has computed."""
+        notes = self.leaves.get(id(step))
+        return set() if notes is None else notes.leftovers.numbers
+
     def padded(self, batch: Batch) -> Step:
         """Returns a training graph that computes padded places, whatever ``utils.remove_padding`` says.
 

@@ -111,6 +111,10 @@ class StepVerifier:
                 turns.give_up(id(step))
                 return ""
             raise not_run(f"step {number}", error) from error
+        numbers = self._graphs.numbers_left(step)
+        left = [outputs[name] for at, name in enumerate(step.left) if at not in numbers]
+        outputs = {name: value for name, value in outputs.items() if name not in step.left}
+        outputs |= {f"left.{at}": value for at, value in enumerate(left)}
         if self._padded:  # outputs other than the loss are zero at padded places
             outputs = {step.loss: outputs[step.loss]} if step.loss in outputs else {}
         if self._scaled and not (_finite(gradients) or _finite(theirs.gradients)):

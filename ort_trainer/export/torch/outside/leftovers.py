@@ -40,6 +40,17 @@ class Leftovers:
     writes: tuple[tuple[Place, Code], ...] = ()
     tensors: int = 0
 
+    @property
+    def numbers(self) -> set[int]:
+        """Which of the tensors are numbers that the run has computed; a run in PyTorch leaves plain ones."""
+
+        def within(code: Any) -> set[int]:
+            if isinstance(code, (list, tuple)) and len(code) == 2 and code[0] == "number":
+                return {code[1]}
+            return set().union(*map(within, code)) if isinstance(code, (list, tuple)) else set()
+
+        return set().union(*(within(code) for _, code in self.writes))
+
     def leave(self, root: Any, tensors: Sequence[torch.Tensor]) -> None:
         """Leaves everything in its place.
 

@@ -37,12 +37,13 @@ def test_each_function_that_runs_is_reported_once() -> None:
 
 
 def test_another_profiler_goes_on() -> None:
-    profiler: Any = cProfile.Profile()
+    profiler = cProfile.Profile()
     profiler.enable()
     try:
         with Calls(lambda frame: None):
             pass
-        assert sys.getprofile() is profiler
+        now: Any = sys.getprofile()
+        assert now is profiler
     finally:
         profiler.disable()
 
