@@ -150,9 +150,10 @@ def test_which_steps_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found[:7] == [1, 2, 4, 8, 16, 32, 64] and max(np.diff(found)) <= 260
     assert sum(number > 100 for number in found) * 2.0 <= 0.01 * 5000, "a hundredth of the time"
     assert compared(2, 2.0, graph="another")[0] == 5001
-    assert compared(400, 0.01, expected=[5100, 5300])[1:] == [5100, 5300]
+    found = compared(2000, 0.01, expected=[6000, 6500])
+    assert {6000, 6500} <= set(found)
     turns = verification.Verification("auto")
-    assert compared(3000, 20.0)[7:] == [2100]
+    assert compared(3000, 20.0)[7:] == [2101]
     turns = verification.Verification(3)
     assert compared(7, 2.0) == [3, 6]
 

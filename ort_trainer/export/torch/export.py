@@ -325,13 +325,19 @@ class _Exporter:
         ]
         if not tables:
             return []
+        module, buffers = self._module, [(buffer, buffer.clone()) for buffer in self._module.buffers()]
         outputs_by_run: list[tuple[torch.Tensor, ...]] = []
         left_by_run: list[list[torch.Tensor]] = []
-        with torch.no_grad(), Recorder(self._module).running():
-            for _ in range(2):
-                with random_state_kept(self._step.device_for(sample)):
-                    outputs_by_run.append(self._module.run(*(value.clone() for value in sample)))
-                left_by_run.append([read(self._module, place) for place in tables])
+        for _ in range(2):  # from the same state, except for the tables
+            began = dict(zip(tables, left_by_run[0], strict=True)) if left_by_run else {}
+            kept = random_state_kept(self._step.device_for(sample))
+            with torch.no_grad(), kept, Recorder(module, tables=began).running():
+                outputs_by_run.append(module.run(*(value.clone() for value in sample)))
+                left_by_run.append([read(module, place) for place in tables])
+            with torch.no_grad():
+                for buffer, value in buffers:
+                    if not torch.equal(buffer, value):
+                        buffer.copy_(value)
         if not all(torch.allclose(one, other, equal_nan=True) for one, other in zip(*outputs_by_run, strict=True)):
             return []
         same = zip(tables, *left_by_run, strict=True)
