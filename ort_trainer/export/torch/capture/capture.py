@@ -450,12 +450,13 @@ def _refuse_tensors_without_place(program: torch.export.ExportedProgram, module:
         for node in part.graph.nodes
     ]
     fresh = {node.args[0].name for node in nodes if node.target is torch.ops.aten.lift_fresh_copy.default}
-    outside = set(map(memory_of, module.outside().values()))
+    # The model's own parameters are refused later, by name.
+    known = set(map(memory_of, (*module.outside().values(), *module.parameters())))
     for name, target in program.graph_signature.inputs_to_lifted_tensor_constants.items():
         value = program.constants[target]
         memory = memory_of(value) if isinstance(value, torch.Tensor) else None
         readers = [node for node in nodes if any(source.name == name for source in node.all_input_nodes)]
-        if memory is not None and name not in fresh and memory not in outside and readers:
+        if memory is not None and name not in fresh and memory not in known and readers:
             raise ExportError(
                 f"{type(module.model).__name__} or its loss reads a tensor of shape {list(value.shape)} that was there "
                 "before the step, in an object in which a later change of it can't be noticed: keep it in an attribute "
