@@ -67,8 +67,9 @@ class Guard:
         self._modules = [self._model]
         if isinstance(loss_fn, nn.Module) and not isinstance(loss_fn, torch.jit.ScriptModule):
             of_model = set(map(id, model.parameters()))
-            shared = [name for name, parameter in loss_fn.named_parameters() if id(parameter) in of_model]
-            self._modules.append(ModelWatch(loss_fn, (), shared, of_loss=True))
+            # Those of the loss alone that require grad already are refused when the signature is checked.
+            known = [name for name, p in loss_fn.named_parameters() if id(p) in of_model or p.requires_grad]
+            self._modules.append(ModelWatch(loss_fn, (), known, of_loss=True))
         self._root = Root(model, loss_fn)
         self._reads = Reads(self._root)
         self.carried = CarriedState(self._root)
