@@ -120,8 +120,7 @@ class ORTModule(nn.Module):
         vars(self)["_user_options"] = options
         checked = _checked(options)
         vars(self)["_graphs"] = CallGraphs(module, checked)
-        # By default only trainers compare.
-        every = checked.verification() if checked.is_given("debug.verify_every") else 0
+        every = checked.verification()
         vars(self)["_verifier"] = CallVerifier(every, module) if every else None
         vars(self)["_fallback"] = Fallback(module, policy_of(fallback))
         vars(self)["_exported"] = None, None

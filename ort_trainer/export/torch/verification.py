@@ -56,6 +56,12 @@ class Verification:
         """The number of the next run."""
         return self._count + 1
 
+    def renew(self) -> None:
+        """Begins anew with graphs that are made anew, which may have the keys of former ones."""
+        self.has_renewed = True
+        self._of_graph.clear()
+        self._unable.clear()
+
     def expect(self) -> None:
         """Has the next run repeated, as something was changed that graphs may depend on."""
         self._is_expected = True
