@@ -227,8 +227,9 @@ def test_a_steady_step_keeps_its_way_short() -> None:
 def test_an_export_keeps_its_way_short(monkeypatch: pytest.MonkeyPatch) -> None:
     """As above. The notes of what is read, changed, left, written for people and kept outside, the functions that run,
     the names in code, generators of random numbers, conditions on values, masks of attention, sizes that depend on
-    values, and kinds of kernels have stations; programs are divided with a walk that others share, and where nodes come
-    from, convolutions, rows, and the operators of programs, of which one makes values sizes, have files of their own."""
+    values, and kinds of kernels have stations; programs are divided with a walk that others share; where nodes come
+    from, convolutions, rows, and the operators of programs, of which one makes values sizes, have files of their own.
+    """
     monkeypatch.setenv("ORT_TRAINER_CACHE", "off")
     way = importlib.import_module("way").one_export().counts_of_stations
     assert way["hops"] <= 58, way
