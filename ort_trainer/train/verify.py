@@ -10,6 +10,7 @@ import torch
 
 from ..core.errors import VerificationError, warn
 from ..engine import Check, Executor
+from ..export.torch.capture.borrow import BORROWED
 from ..export.torch.capture.eager import EagerStep, gradient_of
 from ..export.torch.differences import WHY_DIFFERENT, gradient_floor, not_run, report
 from ..export.torch.verification import Verification, affords_gradients, silenced
@@ -99,7 +100,7 @@ class StepVerifier:
         backward = not turns.is_automatic or affords_gradients(size, executor.generator.device)
 
         def repeat(shake: int | None = None) -> EagerStep:
-            with silenced():
+            with BORROWED, silenced():  # no other thread replaces the same functions
                 return self._graphs.eager(executor, batch, scale, state, step.random, shake, backward)
 
         try:
