@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import onnx
 import onnx_ir as ir
@@ -13,7 +14,7 @@ import torch
 from ...core.errors import ExportError
 from ...optim import OptimizerConfig
 from ...options import ModelDescription, ORTTrainerOptions
-from ...step import RandomInput, Step
+from ...step import Step
 from ..model_source import Builder, Layouts, Named
 from ..nested import Layout
 from ..torch import GraphBuilder, LossFunction
@@ -147,15 +148,6 @@ class _Builder:
         """Returns the outputs of the model's module in evaluation mode, and the size of a rounding."""
         return self.builder.reference(batch, tensors)
 
-    def eager(
-        self,
-        batch: Named,
-        tensors: Named,
-        scale: float,
-        state: torch.Tensor | None,
-        random: Iterable[RandomInput] = (),
-        shake: int | None = None,
-        backward: bool = True,
-    ) -> EagerStep:
-        """Returns PyTorch's own results of a training step of the model's module."""
-        return self.builder.eager(batch, tensors, scale, state, random, shake, backward)
+    def eager(self, *args: Any, **kwargs: Any) -> EagerStep:
+        """Returns PyTorch's own results of a training step of the model's module; see the protocol."""
+        return self.builder.eager(*args, **kwargs)
