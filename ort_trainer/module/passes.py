@@ -89,9 +89,11 @@ class Passes:
         """Returns the smallest backward pass that takes the gradients of the outputs at these places."""
         return next((backward for backward in self._backward if places <= backward.takes), self._backward[-1])
 
-    def reached(self, places: Collection[int]) -> set[int]:
-        """Returns which of the trained values get gradients from the outputs at these places."""
-        return {at for at, depends in enumerate(self._backward[-1].depends) if not depends.isdisjoint(places)}
+    @functools.cached_property
+    def reached(self) -> list[set[int]]:
+        """For each part, which of the trained values get gradients from its outputs."""
+        depends = self._backward[-1].depends
+        return [{at for at, outputs in enumerate(depends) if not outputs.isdisjoint(part)} for part in self.parts]
 
     @functools.cached_property
     def groups(self) -> list[list[int]]:
@@ -298,9 +300,8 @@ class SizedPasses:
         with torch.no_grad():
             outputs, saved = run()
         results = list(outputs)
-        for places in parts:
+        for places, reached in zip(parts, self.passes.reached, strict=True):
             # Autograd also visits what a value was computed from if its gradient is None.
-            reached = self.passes.reached(places)
             taken = [value if at in reached else value.detach() for at, value in enumerate(trained)]
             of_part = _Function.apply(self, lambda: (outputs, saved), places, check, *taken)  # type: ignore[no-untyped-call]
             for place, output in zip(places, of_part, strict=True):
