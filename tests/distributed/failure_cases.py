@@ -239,7 +239,10 @@ def differs(rank: int) -> None:
     trainer.train_step(*BATCH)
     if rank == 1:
         setattr(_UNWATCHED, "gain", 2.0)  # noqa: B010
-    trainer.train_step(*BATCH)
+    try:
+        trainer.train_step(*BATCH)
+    finally:
+        vars(_UNWATCHED).pop("gain", None)
 
 
 @case

@@ -290,7 +290,7 @@ class Recorder:
         Otherwise a user who changes such an attribute later would not see it assigned again.
         """
         codes = [value.__code__ for value, _ in self._met.values() if type(value) is types.FunctionType]
-        for owner, place in self._met.values():
+        for owner, place in [*self._met.values()]:
             try:
                 values = attributes_of(owner)
             except AttributeError:  # it has slots only
@@ -394,7 +394,8 @@ class Recorder:
 
     def _places_by_id(self) -> dict[int, Place]:
         """Returns the places of all objects and tensors that the run has met."""
-        return {key: place for key, (_, place) in (*self._met.items(), *self.tensors.items())}
+        met = self._met | self.tensors  # copies, as a weak reference's callback may meet more meanwhile
+        return {key: place for key, (_, place) in met.items()}
 
     def counters(self) -> set[Place]:
         """Returns the places of numbers that the run has read and replaced, and of lists to which it has appended."""

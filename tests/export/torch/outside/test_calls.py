@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import cProfile
 import functools
+import gc
 import sys
 from typing import Any
 
@@ -34,6 +35,30 @@ def test_each_function_that_runs_is_reported_once() -> None:
             (lambda: scale.kept)()
     assert names == ["__add__", "<lambda>", "kept"]
     assert sys.getprofile() is None
+
+
+def test_what_the_garbage_collector_calls_is_not_reported() -> None:
+    class Kept:
+        def __del__(self) -> None:
+            collected.append("deleted")
+
+    collected: list[str] = []
+    names: list[str] = []
+    kept: Any = Kept()
+    kept.itself = kept
+
+    def callback(phase: str, info: dict[str, Any]) -> None:
+        collected.append(phase)
+
+    gc.callbacks.append(callback)
+    try:
+        with Calls(lambda frame: names.append(frame.f_code.co_name)):
+            del kept
+            gc.collect()
+    finally:
+        gc.callbacks.remove(callback)
+    assert collected == ["start", "deleted", "stop"]
+    assert names == []
 
 
 def test_another_profiler_goes_on() -> None:
