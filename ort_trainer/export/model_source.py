@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
@@ -74,7 +75,7 @@ class Builder(Protocol):
         state: torch.Tensor | None,
         random: Iterable[RandomInput] = (),
         shake: int | None = None,
-        backward: bool = True,
+        memory: float = math.inf,
     ) -> EagerStep:
         """Returns the results of a training step of the model itself; see ``export/torch/capture/eager.py``."""
         ...

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
@@ -16,6 +17,7 @@ from ..core.errors import VerificationError, warn
 from ..export.nested import flatten, rebuild
 from ..export.torch.capture.borrow import BORROWED, borrowed
 from ..export.torch.capture.eager import (
+    SavedTensors,
     coarsest,
     dropping_as,
     gradient_of,
@@ -29,7 +31,7 @@ from ..export.torch.capture.eager import (
 from ..export.torch.differences import WHY_DIFFERENT, gradient_floor, not_run, report
 from ..export.torch.outside.places import Place
 from ..export.torch.outside.recorder import Pair, Recorder
-from ..export.torch.verification import Verification, affords_gradients, silenced
+from ..export.torch.verification import Verification, silenced, spare_memory
 from .arguments import clone
 from .fallback import running
 from .graphs import Call, ExportedGraphs
@@ -98,7 +100,7 @@ class CallVerifier:
             return graphs.result(call(values), values)
         began, taken, number = time.perf_counter(), list(values), turns.number  # a copy: the call adds random inputs
         with torch.inference_mode(False):
-            eager = _EagerCall(self._module, graphs, values, args, kwargs, number)
+            eager = _EagerCall(self._module, graphs, values, args, kwargs, number, turns.is_automatic)
         tensors = call(values, functools.partial(self._check_gradients, eager))
         try:
             with torch.inference_mode(False):
@@ -126,8 +128,6 @@ class CallVerifier:
         if not self._turns.is_automatic:
             eager.check_gradients(gradients, trained)
             return trained
-        if not affords_gradients(sum(value.nbytes for value in trained if value is not None), eager.device):
-            return trained
         try:
             eager.check_gradients(gradients, trained)
         except VerificationError as error:
@@ -149,6 +149,7 @@ class _EagerCall:
         values: What they take: parameters, buffers, inputs.
         args, kwargs: The arguments.
         number: The number of the call.
+        is_thrifty: Whether to leave out backward passes that need much of the memory.
     """
 
     def __init__(
@@ -159,8 +160,9 @@ class _EagerCall:
         args: Any,
         kwargs: Any,
         number: int,
+        is_thrifty: bool,
     ) -> None:
-        self._module, self._graphs, self._number = module, graphs, number
+        self._module, self._graphs, self._number, self._is_thrifty = module, graphs, number, is_thrifty
         leaves: Named = {}
         positional = [flatten(f"args.{at}", value, leaves, objects=True) for at, value in enumerate(args)]
         named = {name: flatten(name, value, leaves, objects=True) for name, value in kwargs.items()}
@@ -170,6 +172,7 @@ class _EagerCall:
         self._trainable = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
         self._with_grad = torch.is_grad_enabled()
         self.device = graphs.passes.memory.device
+        self._has_gradients = True
         kind = self.device.type
         self._autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         self._state = random_state(self.device)
@@ -201,6 +204,9 @@ class _EagerCall:
             )
         kind, enabled = self.device.type, self._autocast is not None
         recorder = Recorder(Pair(module), (), dict.fromkeys(self._graphs.notes.tables), self._outside)
+        memory = spare_memory(self.device) if self._is_thrifty else math.inf
+        gradients = sum(weight.nbytes for weight in module.parameters() if weight.requires_grad)
+        saved = SavedTensors(memory - gradients, module.parameters())
         with (
             BORROWED,
             random_state_kept(self.device, self._state),
@@ -211,6 +217,7 @@ class _EagerCall:
             recorder.running(),
             silenced(),
             torch.set_grad_enabled(self._with_grad),
+            saved if self._is_thrifty else contextlib.nullcontext(),
         ):
             copies = _each_once(leaves, clone)  # which forward() may change
             positional, named = self._layouts
@@ -228,7 +235,8 @@ class _EagerCall:
             # What is left outside is compared as well; the graph returns it after the results.
             outputs = _numbered([*self._graphs.tensors_in(result), *recorder.leave(strict=False)])
             if tangents is not None:
-                return self._gradients(outputs, leaves, tangents)
+                self._has_gradients = saved.are_complete
+                return self._gradients(outputs, leaves, tangents) if saved.are_complete else {}
             count = len(self._graphs.passes.step.outputs) - len(self._graphs.notes.leftovers.numbers)
             if len(outputs) != count:
                 self.refuse(
@@ -268,7 +276,7 @@ class _EagerCall:
     def check_gradients(
         self, gradients: Mapping[int, torch.Tensor], trained_gradients: Sequence[torch.Tensor | None]
     ) -> None:
-        """Compares the gradients of a backward pass.
+        """Compares the gradients of a backward pass, if there is memory for another.
 
         Args:
             gradients: Those of the outputs, which it took, by their places.
@@ -281,6 +289,8 @@ class _EagerCall:
         trained = self._trained_names()
         ours = {name: value for name, value in zip(trained, trained_gradients, strict=True) if value is not None}
         theirs = self._reference(tangents)
+        if not self._has_gradients:
+            return
         floors = dict.fromkeys(trained, gradient_floor(theirs.values(), self._rounding))
         # In fp16, gradients may overflow because of a loss scale that is too high, which the user's loop notices.
         only_finite = trained if self._rounding == torch.float16 else ()

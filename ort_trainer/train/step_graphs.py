@@ -282,11 +282,11 @@ class StepGraphs:
         state: Any,
         random: Iterable[RandomInput],
         shake: int | None = None,
-        backward: bool = True,
+        memory: float = math.inf,
     ) -> EagerStep:
         """Returns PyTorch's own results of a training step; see ``export/torch/capture/eager.py``."""
         tensors = {**executor.parameters, **executor.buffers}
-        return self._builder(batch).eager(batch.as_given(), tensors, scale, state, random, shake, backward)
+        return self._builder(batch).eager(batch.as_given(), tensors, scale, state, random, shake, memory)
 
     def renew(self) -> None:
         """Has all training graphs made anew, from the model as it is, not from the cache."""

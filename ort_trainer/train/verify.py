@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Collection, Mapping
 
@@ -13,7 +14,7 @@ from ..engine import Check, Executor
 from ..export.torch.capture.borrow import BORROWED
 from ..export.torch.capture.eager import EagerStep, gradient_of
 from ..export.torch.differences import WHY_DIFFERENT, gradient_floor, not_run, report
-from ..export.torch.verification import Verification, affords_gradients, silenced
+from ..export.torch.verification import Verification, silenced, spare_memory
 from ..step import Step
 from .batch import Batch
 from .step_graphs import StepGraphs
@@ -96,12 +97,12 @@ class StepVerifier:
     ) -> str:
         """Repeats a step, and returns what differs; "" if nothing does."""
         gradients = {name: written[output] for name, output in step.gradients.items()}
-        size, turns = sum(value.nbytes for value in gradients.values()), self._turns
-        backward = not turns.is_automatic or affords_gradients(size, executor.generator.device)
+        turns = self._turns
+        memory = spare_memory(executor.generator.device) if turns.is_automatic else math.inf
 
         def repeat(shake: int | None = None) -> EagerStep:
             with BORROWED, silenced():  # no other thread replaces the same functions
-                return self._graphs.eager(executor, batch, scale, state, step.random, shake, backward)
+                return self._graphs.eager(executor, batch, scale, state, step.random, shake, memory)
 
         try:
             theirs = repeat()
@@ -119,7 +120,7 @@ class StepVerifier:
             outputs = {step.loss: outputs[step.loss]} if step.loss in outputs else {}
         if self._scaled and not (_finite(gradients) or _finite(theirs.gradients)):
             return ""  # the update is skipped, and kernels differ in the results of an overflow
-        gradients = gradients if backward else {}
+        gradients = gradients if theirs.has_gradients else {}
         buffers = executor.buffers | {name: written[output] for name, output in step.buffer_updates.items()}
         buffers = {name: buffers[name] for name in theirs.buffers}  # without those of the loss
         return report(

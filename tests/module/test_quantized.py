@@ -143,4 +143,4 @@ def test_attributes_of_weights_move_in_a_graph() -> None:
     for _ in range(3):
         torch.testing.assert_close(module(X), eager(X))
     assert ours.calls.count == eager.calls.count == 3
-    assert ours.weight.scale is None and ours.scale == 0.25
+    assert ours.scale == 0.25 and ours.weight.scale is None  # type: ignore[attr-defined]

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
+import math
 import os
 import sys
 import time
@@ -286,10 +287,10 @@ class GraphBuilder:
         state: torch.Tensor | None,
         random: Iterable[RandomInput] = (),
         shake: int | None = None,
-        backward: bool = True,
+        memory: float = math.inf,
     ) -> EagerStep:
         """Returns PyTorch's own results of a training step; see :func:`~.eager.run_eagerly`."""
-        return run_eagerly(self.step, batch, tensors, scale, state, random, shake, backward)
+        return run_eagerly(self.step, batch, tensors, scale, state, random, shake, memory)
 
 
 def _for_fetching(step: ExportedStep, fetched: Collection[str]) -> ExportedStep:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import math
 import threading
 import time
 import warnings
@@ -15,7 +16,7 @@ from unittest import mock
 
 import torch
 
-__all__ = ["Verification", "affords_gradients", "silenced"]
+__all__ = ["Verification", "silenced", "spare_memory"]
 
 _EVERY = 256
 """Runs after which one is repeated at the latest, if time allows."""
@@ -99,22 +100,36 @@ class Verification:
         self._unable.add(graph)
 
 
-def affords_gradients(gradients: int, device: torch.device) -> bool:
-    """Returns whether a second set of gradients takes at most a tenth of the free memory.
+def spare_memory(device: torch.device) -> float:
+    """Returns how many bytes a repetition may take beside its inputs and results: a tenth of the free memory.
 
     Args:
-        gradients: Their size in bytes.
-        device: Where they are.
+        device: Where it runs.
     """
     if device.type == "cuda":
-        free = torch.cuda.mem_get_info(device)[0]
-    else:
-        try:
-            fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines())
-            free = int(fields["MemAvailable"].split()[0]) * 1024
-        except (OSError, KeyError):  # not Linux
-            return True
-    return gradients <= _OF_FREE_MEMORY * free
+        return _OF_FREE_MEMORY * torch.cuda.mem_get_info(device)[0]
+    return _OF_FREE_MEMORY * min(_free_of_machine(), _free_of_container())
+
+
+def _free_of_machine() -> float:
+    try:
+        return _fields("/proc/meminfo")["MemAvailable:"] * 1024.0
+    except OSError:  # not Linux
+        return math.inf
+
+
+def _free_of_container() -> float:
+    root = "/sys/fs/cgroup/memory"
+    try:
+        files = _fields(f"{root}.stat").get("inactive_file", 0)  # the kernel drops these when it needs room
+        return float(Path(f"{root}.max").read_text()) - float(Path(f"{root}.current").read_text()) + files
+    except (OSError, ValueError):  # there is no limit
+        return math.inf
+
+
+def _fields(path: str) -> dict[str, int]:
+    lines = map(str.split, Path(path).read_text(encoding="ascii").splitlines())
+    return {name: int(value) for name, value, *_ in lines}
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 from unittest import mock
@@ -20,6 +21,7 @@ from .step_module import ExportedStep, StepModule
 
 __all__ = [
     "EagerStep",
+    "SavedTensors",
     "coarsest",
     "differentiated",
     "dropping_as",
@@ -47,18 +49,54 @@ class EagerStep(NamedTuple):
         gradients: The gradients of the scaled loss, without those of parameters that it does not depend on.
         buffers: All buffers after the step.
         rounding: The dtype that rounds most in the step.
+        has_gradients: Whether there was memory for the backward pass.
     """
 
     outputs: dict[str, torch.Tensor]
     gradients: dict[str, torch.Tensor]
     buffers: dict[str, torch.Tensor]
     rounding: torch.dtype = torch.float32
+    has_gradients: bool = True
 
     def named(self) -> dict[str, torch.Tensor]:
         """Returns all tensors by what they are called in messages."""
         by_description = {f"output {name!r}": value for name, value in self.outputs.items()}
         by_description |= {gradient_of(name): value for name, value in self.gradients.items()}
         return by_description | {f"buffer {name!r}": value for name, value in self.buffers.items()}
+
+
+class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
+    """A context in which autograd saves at most so many bytes for a backward pass, and then nothing more.
+
+    Args:
+        limit: The number of bytes.
+        known: Tensors that are there anyway, such as weights.
+
+    Attributes:
+        are_complete: Whether all was saved, without which there can be no backward pass.
+    """
+
+    def __init__(self, limit: float, known: Iterable[torch.Tensor]) -> None:
+        self._left, self._known = limit, {_memory(tensor)[0] for tensor in known}
+        self.are_complete = limit >= 0
+        super().__init__(self._pack, lambda saved: saved)
+
+    def _pack(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        key, size = _memory(tensor)
+        if key not in self._known:
+            self._known.add(key)
+            self._left -= size
+            self.are_complete &= self._left >= 0
+        return tensor.detach() if self.are_complete else None
+
+
+def _memory(tensor: torch.Tensor) -> tuple[int, int]:
+    """Returns what tells a tensor's memory from others, and its size in bytes."""
+    try:
+        storage = tensor.untyped_storage()
+        return storage.data_ptr() or id(tensor), storage.nbytes()
+    except (NotImplementedError, RuntimeError):  # a sparse tensor has several
+        return id(tensor), tensor.numel() * tensor.element_size()
 
 
 def gradient_of(name: str) -> str:
@@ -74,7 +112,7 @@ def run_eagerly(
     state: torch.Tensor | None,
     random: Iterable[RandomInput] = (),
     shake: int | None = None,
-    backward: bool = True,
+    memory: float = math.inf,
 ) -> EagerStep:
     """Runs a training step in PyTorch, with model and loss as they are now. Leaves no trace.
 
@@ -86,7 +124,7 @@ def run_eagerly(
         state: The state of the generator that draws the step's random numbers; None for PyTorch's own.
         random: What the graph of the step draws.
         shake: A seed, to change weights and inputs by one rounding; None not to.
-        backward: Whether to compute gradients.
+        memory: What gradients and activations may take, in bytes; if they need more, there are no gradients.
     """
     module, sample, rounding = _prepared(step, batch)
     device = step.device_for(sample)
@@ -94,13 +132,16 @@ def run_eagerly(
     if shake is not None:
         sample = [shaken(value, epsilon, shake) for value in sample]
     trained = {name: f"model.{name}" for name in step.trainable}
+    weights = dict(step.model.named_parameters())
+    saved = SavedTensors(memory - sum(weights[name].nbytes for name in trained), weights.values())
     with (
         BORROWED,
         random_state_kept(device, state),
         dropping_as(random, device),
         with_values(step.model, tensors, epsilon, shake) as held,
         borrowed(module, trained.values(), training=True, modes=step.modes_in(True)),
-        torch.set_grad_enabled(backward),
+        torch.enable_grad(),
+        saved if memory < math.inf else contextlib.nullcontext(),
     ):
         torch.clear_autocast_cache()  # around a step, it may hold casts of earlier weights
         with module.recorder.running():
@@ -116,7 +157,7 @@ def run_eagerly(
         loss = outputs[step.description.loss.name]
         parameters = dict(module.named_parameters())
         gradients: dict[str, torch.Tensor] = {}
-        if loss.requires_grad:
+        if loss.requires_grad and saved.are_complete:
             # Not backward(), which adds to p.grad and calls the hooks that wait for it.
             computed = torch.autograd.grad(
                 loss, [parameters[name] for name in trained.values()], torch.full_like(loss, scale), allow_unused=True
@@ -131,6 +172,7 @@ def run_eagerly(
             gradients,
             buffers,
             rounding if rounding == step.autocast else coarsest([torch.empty(0, dtype=rounding), *outputs.values()]),
+            saved.are_complete,
         )
 
 

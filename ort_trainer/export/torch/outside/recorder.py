@@ -143,6 +143,7 @@ class Recorder:
         self._foreign: set[int] = set()  # ids of modules that are not parts of the model
         self._of_classes: set[tuple[int, str]] = set()  # ids of classes and Python modules, with attributes recorded
         self._places_of_classes: dict[int, Place] = {}  # id of a class -> its first place
+        self._holders: dict[int, list[tuple[type, Place, Any]]] = {}  # id of code -> a class, its attribute, the value
         self._codes: dict[int, types.CodeType] = {}  # of the functions that were met
         self._names: set[str] = set()  # names of globals and attributes in the code of all functions
         self._files: list[tuple[Place, Any, int]] = []  # each with its position when it was met
@@ -304,7 +305,7 @@ class Recorder:
 
     def _refuse_what_no_graph_does(self) -> None:
         """Raises an error for changes of arrays, reads of iterators, and random numbers that are not PyTorch's."""
-        if "cache_clear" in self._names and self.used_caches:
+        if "cache_clear" in self._names and self._caches:
             raise ExportError(
                 "the run clears the cache of a function, which a graph can't do: clear it before the step, or keep the "
                 "result in an attribute"
@@ -490,8 +491,10 @@ class Recorder:
             del values["type"]
         for function, before in self._caches:
             # It may have kept a stand-in for a number, a traced tensor, or a result of what the run has changed.
-            tainted = self._numbers or "cache_clear" in self._names or _holds_traced(function)
-            if function.cache_info().misses != before.misses and tainted:
+            # Where it was cleared meanwhile, the numbers of its misses tell nothing.
+            clears = "cache_clear" in self._names
+            has_kept = function.cache_info().misses != before.misses and (self._numbers or clears)
+            if has_kept or _holds_traced(function):
                 function.cache_clear()
         # Two places may be one, such as a variable of two closures: the first has what was there before.
         for place, value in reversed([*self._begun_with.items(), *self._numbers.items()]):
@@ -507,12 +510,15 @@ class Recorder:
         self._copies.add_parts(values)
         for key, tensor in (*values["_parameters"].items(), *values["_buffers"].items()):
             if tensor is not None:  # bitsandbytes keeps the scales of a weight in attributes, and moves them away
-                self._copies.add_attributes(attributes_of(tensor), (*place, Access("get", key)))
-        for base, of_base in self._users_bases(type(module), (*place, Access("get", "__class__"))):
+                of_tensor: Place = (*place, Access("tensor", key))
+                self._copies.add_attributes(attributes_of(tensor), of_tensor)
+                for name, value in attributes_of(tensor).items():
+                    self._meet(value, (*of_tensor, Access("attribute", name)))
+        for base, of_base in self._place_classes(type(module), (*place, Access("get", "__class__"))):
             self._copies.add_class(base, of_base)
-        for key, value in values.items():
-            if type(value) in CONTAINERS and key not in OF_EVERY_MODULE:
-                self._copies.add_contents(value, (*place, Access("attribute", key)))
+        for name, value in values.items():
+            if type(value) in CONTAINERS and name not in OF_EVERY_MODULE:
+                self._copies.add_contents(value, (*place, Access("attribute", name)))
         for hooks in HOOKS:
             for at, hook in enumerate(values.get(hooks, {}).values()):
                 self._meet(hook, (*place, Access("get", hooks), Access("entry", at)))
@@ -633,31 +639,37 @@ class Recorder:
         code, values = frame.f_code, frame.f_globals
         if id(code) in self._codes:
             return
-        known: list[tuple[Any, Place]] = []
         owner = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
         if id(owner) in self._met:
-            known += self._users_bases(type(owner), (*self._met[id(owner)][1], Access("get", "__class__")))
-        for base in (*(owner.__mro__ if isinstance(owner, type) else ()), *type(owner).__mro__):
-            if id(base) in self._places_of_classes:
-                known.append((base, self._places_of_classes[id(base)]))
+            self._place_classes(type(owner), (*self._met[id(owner)][1], Access("get", "__class__")))
+        bases = {*type(owner).__mro__, *(owner.__mro__ if isinstance(owner, type) else ())}
+        holders = self._holders.get(id(code), [])
+        for _, place, value in [entry for entry in holders if entry[0] in bases] or holders:
+            self._record_function(code, place, value)
+        if holders:
+            return
         holder: Any = sys.modules.get(values["__name__"])
         of_module: Place = (Access("module", values["__name__"]),)
         is_module = holder is not None and vars(holder) is values
         place = of_module
         for part in (*getattr(code, "co_qualname", code.co_name).split("."), "") if is_module else ():
-            known.append((holder, place))
+            for name, value in list(vars(holder).items()):
+                if self._record_function(code, (*place, Access("attribute", name)), value):
+                    return
             holder, place = vars(holder).get(part), (*place, Access("attribute", part))
             if not isinstance(holder, type):
                 break
-        for holder, place in known:
-            for name, value in list(vars(holder).items()):
-                for steps, function in functions_in(value):
-                    if function.__code__ is code:
-                        self._record((*place, Access("attribute", name)), value)
-                        self._record((*place, Access("attribute", name), *steps), function)
-                        return
         if is_module:  # the function has no place, as those that this run has made, but its global variables have
             self._meet_code(code, values, of_module, "attribute")
+
+    def _record_function(self, code: types.CodeType, place: Place, value: Any) -> bool:
+        """Records the function with this code in an attribute, such as a property; returns whether it is there."""
+        for steps, function in functions_in(value):
+            if function.__code__ is code:
+                self._record(place, value)
+                self._record((*place, *steps), function)
+                return True
+        return False
 
     def _meet_function(self, function: types.FunctionType, place: Place) -> None:
         """Records what a function may read: its closure, defaults, globals, and the modules that it imports."""
@@ -750,8 +762,8 @@ class Recorder:
             for name in names & vars(value).keys():
                 self._record((*place, Access("attribute", name)), vars(value)[name])
         elif isinstance(value, type):
-            of_metaclass = self._users_bases(type(value), (*place, Access("get", "__class__")))
-            for base, of_base in (*self._users_bases(value, place), *of_metaclass):
+            of_metaclass = self._place_classes(type(value), (*place, Access("get", "__class__")))
+            for base, of_base in (*self._place_classes(value, place), *of_metaclass):
                 self._copies.add_class(base, of_base)
                 for name in names & vars(base).keys() - {"__getattribute__"}:  # that is ours, for the time of the run
                     part = vars(base)[name]
@@ -765,16 +777,20 @@ class Recorder:
                     if code is not None:  # a method may read attributes of its class
                         self._meet_names(value, place, names_of(code), optional_in(code), data_only=True)
 
-    def _users_bases(self, kind: type, place: Place) -> Iterator[tuple[type, Place]]:
-        """Yields a class and its bases, except for PyTorch's and Python's, each with the first place it was met at."""
+    def _place_classes(self, kind: type, place: Place) -> list[tuple[type, Place]]:
+        """Returns a class and its bases, except for PyTorch's and Python's, each with the first place it was met at."""
+        placed = []
         for at, base in enumerate(kind.__mro__):
             if is_users(base.__module__) and not issubclass(base, enum.Enum):  # which keeps combinations of flags
-                yield (
-                    base,
-                    self._places_of_classes.setdefault(
-                        id(base), (*place, Access("get", "__mro__"), Access("item", at))
-                    ),
-                )
+                if id(base) not in self._places_of_classes:
+                    of_base: Place = (*place, Access("get", "__mro__"), Access("item", at))  # type: ignore[assignment]
+                    self._places_of_classes[id(base)] = of_base
+                    for name, value in list(vars(base).items()):
+                        for _, function in functions_in(value):
+                            entry = base, (*of_base, Access("attribute", name)), value
+                            self._holders.setdefault(id(function.__code__), []).append(entry)
+                placed.append((base, self._places_of_classes[id(base)]))
+        return placed
 
     def _record(self, place: Place, value: Any) -> None:
         """Records the value of a place as read."""
