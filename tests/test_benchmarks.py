@@ -220,8 +220,9 @@ def test_a_steady_step_keeps_its_way_short() -> None:
     way = importlib.import_module("way").steady_step().counts
     # Two calls look whether a run takes the batch's branches, two more whether inputs can be read by address, and two
     # keep other threads out. Two ask for the unit of a window, and one function checks indices before and after a run.
-    assert way["calls"] <= 72, way
-    assert way["changes of file"] <= 46, way
+    # Two ask whether the step is compared with PyTorch.
+    assert way["calls"] <= 75, way
+    assert way["changes of file"] <= 49, way
 
 
 def test_an_export_keeps_its_way_short(monkeypatch: pytest.MonkeyPatch) -> None:

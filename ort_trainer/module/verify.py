@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -37,8 +36,6 @@ from .fallback import running
 from .graphs import Call, ExportedGraphs
 
 __all__ = ["CallVerifier"]
-
-_log = logging.getLogger(__name__)
 
 Named = dict[str, torch.Tensor]
 
@@ -96,7 +93,6 @@ class CallVerifier:
             self._mode = self._module.training
             turns.expect()
         if not turns.is_due(id(graphs)):
-            turns.passed(id(graphs))
             return graphs.result(call(values), values)
         began, taken, number = time.perf_counter(), list(values), turns.number  # a copy: the call adds random inputs
         with torch.inference_mode(False):
@@ -110,11 +106,11 @@ class CallVerifier:
                 eager.check(_numbered(compared), taken)
                 eager.check_constants(graphs.results(tensors[:count]))
         except VerificationError as error:
-            if not turns.is_automatic or error.__cause__ is None:
+            if turns.is_automatic and error.__cause__ is not None:
+                turns.give_up(id(graphs), error)
+            elif not turns.is_wanted():
                 eager.put_back(taken)
                 raise
-            _log.info("calls are not compared with PyTorch, which can't run them: %s", error)
-            turns.give_up(id(graphs))
         except BaseException:
             eager.put_back(taken)
             raise
@@ -131,7 +127,7 @@ class CallVerifier:
         try:
             eager.check_gradients(gradients, trained)
         except VerificationError as error:
-            if error.__cause__ is None:
+            if error.__cause__ is None and not self._turns.is_wanted():
                 self._found = error
                 return eager.gradients(gradients)
         return trained

@@ -14,6 +14,7 @@ import torch
 
 from ort_trainer.export.onnx.operators import quantization
 from ort_trainer.export.torch.guard.reads import Reads
+from ort_trainer.export.torch.verification import Verification
 from ort_trainer.optim.rule import ParameterBatch
 from ort_trainer.train.strategy import Strategy
 
@@ -88,6 +89,7 @@ def test_a_wrong_gradient_of_an_onnx_graph(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_stale_setting(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(Reads, "variant", lambda self, structure: structure)
+    monkeypatch.setattr(Verification, "is_due", lambda self, graph: False)
     text = _fails(SETTING, "wrong", tmp_path)
     assert "model.v = " in text and "LayerNorm" not in text
 

@@ -16,7 +16,11 @@ from unittest import mock
 
 import torch
 
+from .operators.registry import has_users_operators
+
 __all__ = ["Verification", "silenced", "spare_memory"]
+
+_log = logging.getLogger(__name__)
 
 _EVERY = 256
 """Runs after which one is repeated at the latest, if time allows."""
@@ -68,36 +72,44 @@ class Verification:
         self._is_expected = True
 
     def is_due(self, graph: Hashable) -> bool:
-        """Returns whether the next run, which is one of a graph, is to be repeated."""
-        if not self.is_automatic:
-            return (self._count + 1) % self._every == 0
-        if graph in self._unable:
-            return False
-        now, runs = time.perf_counter(), self._of_graph.get(graph, 0) + 1
-        is_early, is_power = self._count < _FIRST, runs & (runs - 1) == 0
-        if self._count in (0, _FIRST):
-            self._began, self._spent = now, 0.0
-        self._is_expected |= is_power or self._count - self._expected_at >= _EVERY
-        affords = (now - self._began) * _COSTS[not is_early] >= self._spent + self._last_cost
-        return runs == 1 or (is_early and is_power) or (self._is_expected and affords)
+        """Returns whether the next run, which is one of a graph, is to be repeated; counts it if not."""
+        runs = self._of_graph.get(graph, 0) + 1
+        if self.is_automatic:
+            now, is_early, is_power = time.perf_counter(), self._count < _FIRST, runs & (runs - 1) == 0
+            if self._count in (0, _FIRST):
+                self._began, self._spent = now, 0.0
+            self._is_expected |= is_power or self._count - self._expected_at >= _EVERY
+            affords = (now - self._began) * _COSTS[not is_early] >= self._spent + self._last_cost
+            is_due = runs == 1 or (is_early and is_power) or (self._is_expected and affords)
+            is_due &= graph not in self._unable
+        else:
+            is_due = (self._count + 1) % self._every == 0
+        if not is_due:
+            self._count += 1
+            self._of_graph[graph] = runs
+        return is_due
 
-    def passed(self, graph: Hashable, began: float | None = None) -> None:
-        """Counts a run of a graph that is valid.
+    def passed(self, graph: Hashable, began: float) -> None:
+        """Counts a run that was repeated and is valid.
 
         Args:
-            graph: The graph.
-            began: When its repetition began, if it was repeated; see ``time.perf_counter``.
+            graph: Its graph.
+            began: When its repetition began; see ``time.perf_counter``.
         """
         self._count += 1
         self._of_graph[graph] = self._of_graph.get(graph, 0) + 1
-        if began is not None:
-            self.last, self._is_expected, self._expected_at = self._count, False, self._count
-            self._last_cost = time.perf_counter() - began
-            self._spent += self._last_cost
+        self.last, self._is_expected, self._expected_at = self._count, False, self._count
+        self._last_cost = time.perf_counter() - began
+        self._spent += self._last_cost
 
-    def give_up(self, graph: Hashable) -> None:
-        """Repeats no further runs of a graph, which PyTorch can't run."""
+    def give_up(self, graph: Hashable, error: Exception) -> None:
+        """Repeats no further runs of a graph, as PyTorch raises an error."""
+        _log.info("runs are not compared with PyTorch, which can't run them: %s", error)
         self._unable.add(graph)
+
+    def is_wanted(self) -> bool:
+        """Returns whether a difference is no error, as :func:`~ort_trainer.register_operator` has asked for others."""
+        return self.is_automatic and has_users_operators()
 
 
 def spare_memory(device: torch.device) -> float:

@@ -141,6 +141,7 @@ def run_eagerly(
         with_values(step.model, tensors, epsilon, shake) as held,
         borrowed(module, trained.values(), training=True, modes=step.modes_in(True)),
         torch.enable_grad(),
+        torch.autocast(device.type, enabled=False),  # the caller's
         saved if memory < math.inf else contextlib.nullcontext(),
     ):
         torch.clear_autocast_cache()  # around a step, it may hold casts of earlier weights

@@ -232,6 +232,11 @@ def composites(for_onnx: bool = True) -> Mapping[Operator, Callable[..., Any] | 
     return _whole.all() | {name: f for name, f in table.items() if name in _for_pytorch or name in _composites.user}
 
 
+def has_users_operators() -> bool:
+    """Returns whether :func:`register_operator` was called."""
+    return any(table.user for table in _TABLES)
+
+
 def is_registered_by_user(operator: Operator) -> bool:
     """Returns whether a user has registered a decomposition or a translation of an operator."""
     return operator in _decompositions.user or operator in _translations.user

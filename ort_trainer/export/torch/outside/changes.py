@@ -137,7 +137,9 @@ class Copies:
         self._cells.append((place, cell, in_cell(cell)))
 
     def is_old(self, values: dict[str, Any], name: str, value: Any) -> bool:
-        """Returns whether a value in an object's ``__dict__`` is from before the run."""
+        """Returns whether a value in an object's ``__dict__``, or a global variable, is from before the run."""
+        if (id(values), name) in self._globals:
+            return self._globals[id(values), name][2] is value
         entry = self._attributes.get(id(values))
         return entry is None or entry[2].get(name, MISSING) is value
 

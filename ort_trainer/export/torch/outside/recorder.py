@@ -128,6 +128,7 @@ class Recorder:
             for key, tensor in (*module._parameters.items(), *module._buffers.items())
             if tensor is not None
         ]
+        self._own = {id(tensor) for _, tensor in self._parameters}
         self._begin()
 
     def _begin(self) -> None:
@@ -146,6 +147,7 @@ class Recorder:
         self._holders: dict[int, list[tuple[type, Place, Any]]] = {}  # id of code -> a class, its attribute, the value
         self._codes: dict[int, types.CodeType] = {}  # of the functions that were met
         self._names: set[str] = set()  # names of globals and attributes in the code of all functions
+        self._looked_up: dict[int, tuple[Any, Place]] = {}  # classes and Python modules, of which these were recorded
         self._files: list[tuple[Place, Any, int]] = []  # each with its position when it was met
         self._iterators: list[tuple[Place, Iterator[Any], str]] = []  # each with its text when it was met
         self._values: set[Place] = set()  # of tensors whose numbers were read
@@ -491,9 +493,8 @@ class Recorder:
             del values["type"]
         for function, before in self._caches:
             # It may have kept a stand-in for a number, a traced tensor, or a result of what the run has changed.
-            # Where it was cleared meanwhile, the numbers of its misses tell nothing.
-            clears = "cache_clear" in self._names
-            has_kept = function.cache_info().misses != before.misses and (self._numbers or clears)
+            # Where the run clears caches, the number of misses tells nothing.
+            has_kept = "cache_clear" in self._names or (self._numbers and function.cache_info().misses != before.misses)
             if has_kept or _holds_traced(function):
                 function.cache_clear()
         # Two places may be one, such as a variable of two closures: the first has what was there before.
@@ -512,7 +513,7 @@ class Recorder:
             if tensor is not None:  # bitsandbytes keeps the scales of a weight in attributes, and moves them away
                 of_tensor: Place = (*place, Access("tensor", key))
                 self._copies.add_attributes(attributes_of(tensor), of_tensor)
-                for name, value in attributes_of(tensor).items():
+                for name, value in attributes_of(tensor).items() if id(tensor) in self._own else ():
                     self._meet(value, (*of_tensor, Access("attribute", name)))
         for base, of_base in self._place_classes(type(module), (*place, Access("get", "__class__"))):
             self._copies.add_class(base, of_base)
@@ -533,6 +534,7 @@ class Recorder:
                 self._copies.add_tensor(value)
             return
         if isinstance(value, (types.ModuleType, type)):
+            self._looked_up.setdefault(id(value), (value, place))
             self._meet_names(value, place, frozenset(self._names), data_only=True)
             return
         if id(value) in self._met:
@@ -654,7 +656,8 @@ class Recorder:
         place = of_module
         for part in (*getattr(code, "co_qualname", code.co_name).split("."), "") if is_module else ():
             for name, value in list(vars(holder).items()):
-                if self._record_function(code, (*place, Access("attribute", name)), value):
+                is_old = self._copies.is_old(vars(holder), name, value)
+                if is_old and self._record_function(code, (*place, Access("attribute", name)), value):
                     return
             holder, place = vars(holder).get(part), (*place, Access("attribute", part))
             if not isinstance(holder, type):
@@ -700,7 +703,10 @@ class Recorder:
             kind: The kind of the step from there to a global variable.
         """
         names, optional = names_of(code), optional_in(code)
+        new = names - self._names
         self._names |= names
+        for known, of_known in [*self._looked_up.values()] if new else ():
+            self._meet_names(known, of_known, new, data_only=True)
         if self._numbers and "type" in names and "type" not in values:
             values["type"] = TypeOf
             self._typed.append(values)
