@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -168,7 +169,7 @@ class _EagerCall:
         self._trainable = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
         self._with_grad = torch.is_grad_enabled()
         self.device = graphs.passes.memory.device
-        self._has_gradients = True
+        self._has_gradients, self._sums = True, list[float]()
         kind = self.device.type
         self._autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         self._state = random_state(self.device)
@@ -230,9 +231,12 @@ class _EagerCall:
                 self._outside = recorder.replaced()
             # What is left outside is compared as well; the graph returns it after the results.
             outputs = _numbered([*self._graphs.tensors_in(result), *recorder.leave(strict=False)])
+            sums = [_sum(value) for value in outputs.values()]
             if tangents is not None:
-                self._has_gradients = saved.are_complete
-                return self._gradients(outputs, leaves, tangents) if saved.are_complete else {}
+                # What forward() reads may have changed since the call.
+                self._has_gradients = saved.are_complete and (shake is not None or _are_near(sums, self._sums))
+                return self._gradients(outputs, leaves, tangents) if self._has_gradients else {}
+            self._sums = sums if shake is None else self._sums
             count = len(self._graphs.passes.step.outputs) - len(self._graphs.notes.leftovers.numbers)
             if len(outputs) != count:
                 self.refuse(
@@ -272,7 +276,7 @@ class _EagerCall:
     def check_gradients(
         self, gradients: Mapping[int, torch.Tensor], trained_gradients: Sequence[torch.Tensor | None]
     ) -> None:
-        """Compares the gradients of a backward pass, if there is memory for another.
+        """Compares the gradients of a backward pass, if there is memory for another, and forward() reads the same.
 
         Args:
             gradients: Those of the outputs, which it took, by their places.
@@ -374,6 +378,16 @@ def _constants_in(result: Any) -> list[str]:
         return [text for part in layout for text in constants(part)]
 
     return constants(flatten("output", result, {}, objects=True))
+
+
+def _sum(value: torch.Tensor) -> float:
+    """Returns a number that tells a result from others."""
+    return float((value.detach().abs() if value.is_floating_point() or value.is_complex() else value).sum())
+
+
+def _are_near(sums: Sequence[float], others: Sequence[float]) -> bool:
+    """Returns whether sums differ by rounding at most."""
+    return np.allclose(sums, others, rtol=1e-6, equal_nan=True) if len(sums) == len(others) else False
 
 
 def _each_once(tensors: Mapping[str, torch.Tensor], function: Callable[[torch.Tensor], torch.Tensor]) -> Named:

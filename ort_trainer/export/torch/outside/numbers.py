@@ -120,13 +120,13 @@ class Uses:
     """How a run has used its numbers.
 
     Attributes:
-        conditions: Comparisons, each with its result.
+        conditions: Comparisons and types, each with its result.
         fixed: Places of numbers whose values the run depends on.
         scalars: Expressions that have entered the arithmetic of tensors, with the tensors that stand for them.
     """
 
     def __init__(self) -> None:
-        self.conditions: list[tuple[Expression, bool]] = []
+        self.conditions: list[tuple[Expression, Any]] = []
         self.fixed: set[Place] = set()
         self.scalars: list[tuple[Expression, torch.Tensor]] = []
 
@@ -346,16 +346,21 @@ def _arithmetic(name: str, mine: Number, *others: Any) -> Any:
     operands = [_operand(value) for value in (mine, *others)]
     if None in operands:
         return NotImplemented
-    values, expressions = zip(*operands, strict=True)  # type: ignore[arg-type]
-    return Number(_OPERATORS[name](*values), [name, *expressions], mine.uses)
+    return _computed(name, operands, mine.uses)
 
 
 def _reversed(name: str, mine: Number, other: Any) -> Any:
     operand = _operand(other)
-    if operand is None:
-        return NotImplemented
-    value, expression = operand
-    return Number(_ARITHMETIC[name](value, mine.value), [name, expression, mine.expression], mine.uses)
+    return NotImplemented if operand is None else _computed(name, [operand, (mine.value, mine.expression)], mine.uses)
+
+
+def _computed(name: str, operands: Sequence[Any], uses: Uses) -> Number:
+    """Returns a number that is computed from others, given their values and expressions."""
+    values, expressions = zip(*operands, strict=True)
+    result = Number(_OPERATORS[name](*values), [name, *expressions], uses)
+    if name == "pow" and not result.is_symbolic:  # 2 ** 1 is an int, and 2 ** -1 a float
+        uses.conditions.append((["type", result.expression], type(result.value).__name__))
+    return result
 
 
 def _compared(name: str, mine: Number, other: Any) -> Any:
@@ -378,8 +383,7 @@ def functions_of_numbers() -> Iterator[None]:
             operands = [_operand(value) for value in values]
             if number is None or None in operands:
                 return _OF_MATH[name](*values)
-            plain, expressions = zip(*operands, strict=True)  # type: ignore[arg-type]
-            return Number(_OF_MATH[name](*plain), [f"math.{name}", *expressions], number.uses)
+            return _computed(f"math.{name}", operands, number.uses)
 
         return function
 
