@@ -135,6 +135,21 @@ def test_what_was_wrong_once(case: Case) -> None:
     assert compare(case).kind == "equal"
 
 
+@pytest.mark.parametrize(
+    ("seed", "kind"),
+    [
+        pytest.param(12000055, "in PyTorch", id="a cache that the run clears"),
+        pytest.param(12000059, "equal", id="an object in a dict in an attribute of a weight"),
+        pytest.param(12000084, "equal", id="a function in a class that code makes"),
+        pytest.param(13000196, "refused", id="a lambda that the run leaves"),
+        pytest.param(13000212, "equal", id="a name that another function knows"),
+        pytest.param(14000324, "equal", id="a power that is a float"),
+    ],
+)
+def test_drawn_cases_that_were_wrong(seed: int, kind: str) -> None:
+    assert compare(draw(seed)).kind == kind
+
+
 def test_cases_and_what_they_shrink_to_are_programs() -> None:
     for seed in range(100):
         case = draw(seed)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ort_trainer import ORTModule, ORTTrainer, ORTTrainerOptions, VerificationError, optim
 from ort_trainer.export.torch import builder, verification
-from ort_trainer.export.torch.capture.eager import run_eagerly
+from ort_trainer.export.torch.capture.eager import SavedTensors, run_eagerly
 from ort_trainer.export.torch.guard.reads import Reads
 from tests.helpers import MLP, MLP_DESC, assert_same_state, mlp_batches, mlp_trainer
 
@@ -244,6 +245,46 @@ def test_a_wrong_gradient_is_found() -> None:
         trainer.train_step(x, label)
     del model.gain.value
     trainer.train_step(x, label)
+
+
+@pytest.mark.parametrize(("spare", "is_found"), [(1e9, True), (0.0, False)])
+def test_a_wrong_gradient_is_found_if_there_is_memory_for_another(
+    spare: float, is_found: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ort_trainer.train.verify.spare_memory", lambda device: spare)
+    model = Model()
+    model.outside.slope = 1.0
+
+    class Scaled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
+            return value.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            return gradient * model.outside.slope
+
+    trainer = trainer_of(model, {}, lambda y, label: F.cross_entropy(Scaled.apply(y), label))
+    batches = mlp_batches(2)
+    trainer.train_step(*batches[0])
+    model.outside.slope = 2.0
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        trainer.train_step(*batches[1])
+    assert any("the gradient of 'fc1.weight' is" in str(one.message) for one in warned) is is_found
+
+
+def test_a_backward_pass_keeps_at_most_so_many_bytes() -> None:
+    weight, x = torch.ones(4, 4, requires_grad=True), torch.ones(100, 4)
+    for limit, are_complete in ((10_000, True), (1_700, False), (-1, False)):
+        saved = SavedTensors(limit, [weight])
+        with saved:
+            y = torch.sigmoid(x @ weight)  # keeps x and y, 1,600 bytes each
+        assert saved.are_complete is are_complete and y.requires_grad
+    saved = SavedTensors(0, [weight, x])
+    with saved:
+        _ = x.view(50, 8)[:, :4] @ weight  # a view of what is there anyway
+    assert saved.are_complete
 
 
 def test_each_so_many_th_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
