@@ -282,8 +282,8 @@ class Counts(nn.Module):
 
 
 def test_the_backward_pass_reads_what_a_buffer_was() -> None:
-    """In PyTorch itself, a checkpoint would compute again with the new value."""
-    ours = ORTModule(Counts())
+    """In PyTorch itself, a checkpoint would compute again with the new value; so it does in a comparison."""
+    ours = ORTModule(Counts(), {"debug": {"verify_every": "off"}})
     first, second = ours(X), ours(X)
     first.sum().backward()
     close(ours.weight.grad, 2 * X.sum(0))
