@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map
 
 from ..core.errors import VerificationError, warn
 from ..export.nested import flatten, rebuild
@@ -181,6 +182,7 @@ class _EagerCall:
         self._before = {self._places[place]: values[place].detach().clone() for place in updated}
         self._values = list(values[: len(step.state)])
         self._constants: list[str] = []
+        self._met: set[int] = set()  # ids of containers from outside among the results
         # Values outside tensors that the call has changed, from before the call: later runs begin with them.
         self._outside: dict[Place, Any] | None = None
 
@@ -224,7 +226,8 @@ class _EagerCall:
             with torch.autocast(kind, self._autocast or torch.float16, enabled=enabled):
                 result = module(*arguments, **keywords)
             torch.clear_autocast_cache()
-            self._constants = _constants_in(result)
+            self._constants = _constants_in(result, recorder.has_met)
+            self._met = {id(part) for part in tree_leaves(result, is_leaf=recorder.has_met) if recorder.has_met(part)}
             state = self._state_of_now()
             put_buffers_back(held)
             if self._outside is None:
@@ -269,7 +272,7 @@ class _EagerCall:
         Raises:
             VerificationError: If one differs.
         """
-        ours = _constants_in(result)
+        ours = _constants_in(result, lambda part: id(part) in self._met)
         if ours != self._constants:
             self.refuse(f"forward() returns the constants {self._constants}, and the graph {ours}.", "Nothing changed.")
 
@@ -367,8 +370,9 @@ class _EagerCall:
         ]
 
 
-def _constants_in(result: Any) -> list[str]:
-    """Returns the numbers and strings in a result, as text."""
+def _constants_in(result: Any, is_outside: Callable[[Any], bool]) -> list[str]:
+    """Returns the numbers and strings in a result, as text; a container from outside changes after the comparison."""
+    result = tree_map(lambda part: None if is_outside(part) else part, result, is_leaf=is_outside)
 
     def constants(layout: Any) -> list[str]:
         if not isinstance(layout, tuple):

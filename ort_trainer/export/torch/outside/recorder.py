@@ -395,6 +395,10 @@ class Recorder:
             for expression, _ in self.uses.scalars:
                 self.uses.fixed.update(places_of(expression))
 
+    def has_met(self, value: Any) -> bool:
+        """Returns whether an object is from outside the last run."""
+        return id(value) in self._met
+
     def _places_by_id(self) -> dict[int, Place]:
         """Returns the places of all objects and tensors that the run has met."""
         met = self._met | self.tensors  # copies, as a weak reference's callback may meet more meanwhile
