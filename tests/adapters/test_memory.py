@@ -52,8 +52,9 @@ def test_in_a_step() -> None:
     model = add_adapter(quantized_layers(), LoRA(2, targets="linear"))
     trainer = ORTTrainer(model, "auto", optim.SGDConfig(lr=0.1), loss_fn="mse")
     x = torch.randn(2, WIDTH)
-    trainer.train_step(x, x)
-    with Alive() as alive:
+    for _ in range(2):
+        trainer.train_step(x, x)
+    with Alive() as alive:  # the third step, which is not compared with PyTorch
         trainer.train_step(x, x)
     assert alive.peak < 4 * FLOATS
 

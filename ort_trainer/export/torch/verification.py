@@ -133,8 +133,8 @@ def _free_of_machine() -> float:
 def _free_of_container() -> float:
     root = "/sys/fs/cgroup/memory"
     try:
-        files = _fields(f"{root}.stat").get("inactive_file", 0)  # the kernel drops these when it needs room
-        return float(Path(f"{root}.max").read_text()) - float(Path(f"{root}.current").read_text()) + files
+        limit, used = (float(Path(f"{root}.{name}").read_text(encoding="ascii")) for name in ("max", "current"))
+        return limit - used + _fields(f"{root}.stat").get("inactive_file", 0)  # the kernel drops these if it needs room
     except (OSError, ValueError):  # there is no limit
         return math.inf
 
