@@ -264,7 +264,8 @@ def test_a_wrong_gradient_is_found_if_there_is_memory_for_another(
         def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
             return gradient * model.outside.slope
 
-    trainer = trainer_of(model, {}, lambda y, label: F.cross_entropy(Scaled.apply(y), label))
+    options = {"debug": {"verify_every": "auto"}}
+    trainer = trainer_of(model, options, lambda y, label: F.cross_entropy(Scaled.apply(y), label))
     batches = mlp_batches(2)
     trainer.train_step(*batches[0])
     model.outside.slope = 2.0
