@@ -6,13 +6,12 @@ import contextlib
 import functools
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map
 
 from ..core.errors import VerificationError, warn
 from ..export.nested import flatten, rebuild
@@ -32,7 +31,7 @@ from ..export.torch.capture.eager import (
 from ..export.torch.differences import WHY_DIFFERENT, gradient_floor, not_run, report
 from ..export.torch.outside.places import Place
 from ..export.torch.outside.recorder import Pair, Recorder
-from ..export.torch.verification import Verification, silenced, spare_memory
+from ..export.torch.verification import Verification, parts_of, silenced, spare_memory
 from .arguments import clone
 from .fallback import running
 from .graphs import Call, ExportedGraphs
@@ -226,8 +225,8 @@ class _EagerCall:
             with torch.autocast(kind, self._autocast or torch.float16, enabled=enabled):
                 result = module(*arguments, **keywords)
             torch.clear_autocast_cache()
-            self._constants = _constants_in(result, recorder.has_met)
-            self._met = {id(part) for part in tree_leaves(result, is_leaf=recorder.has_met) if recorder.has_met(part)}
+            self._met = {id(part) for part in parts_of(result, recorder.has_met) if recorder.has_met(part)}
+            self._constants = _constants_in(result, self._met)
             state = self._state_of_now()
             put_buffers_back(held)
             if self._outside is None:
@@ -272,7 +271,7 @@ class _EagerCall:
         Raises:
             VerificationError: If one differs.
         """
-        ours = _constants_in(result, lambda part: id(part) in self._met)
+        ours = _constants_in(result, self._met)
         if ours != self._constants:
             self.refuse(f"forward() returns the constants {self._constants}, and the graph {ours}.", "Nothing changed.")
 
@@ -370,9 +369,13 @@ class _EagerCall:
         ]
 
 
-def _constants_in(result: Any, is_outside: Callable[[Any], bool]) -> list[str]:
-    """Returns the numbers and strings in a result, as text; a container from outside changes after the comparison."""
-    result = tree_map(lambda part: None if is_outside(part) else part, result, is_leaf=is_outside)
+def _constants_in(result: Any, met: Container[int]) -> list[str]:
+    """Returns the numbers and strings in a result, as text.
+
+    Args:
+        result: The result.
+        met: The ids of containers from outside, which change after the comparison.
+    """
 
     def constants(layout: Any) -> list[str]:
         if not isinstance(layout, tuple):
@@ -381,7 +384,8 @@ def _constants_in(result: Any, is_outside: Callable[[Any], bool]) -> list[str]:
             return [repr(layout[2])] if isinstance(layout[2], (bool, int, float, str)) else []
         return [text for part in layout for text in constants(part)]
 
-    return constants(flatten("output", result, {}, objects=True))
+    own = [part for part in parts_of(result, lambda part: id(part) in met) if id(part) not in met]
+    return constants(flatten("output", own, {}, objects=True))
 
 
 def _sum(value: torch.Tensor) -> float:

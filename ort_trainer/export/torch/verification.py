@@ -9,16 +9,17 @@ import math
 import threading
 import time
 import warnings
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from .operators.registry import has_users_operators
 
-__all__ = ["Verification", "silenced", "spare_memory"]
+__all__ = ["Verification", "parts_of", "silenced", "spare_memory"]
 
 _log = logging.getLogger(__name__)
 
@@ -161,3 +162,13 @@ def silenced() -> Iterator[None]:
     ):
         warnings.simplefilter("ignore")
         yield
+
+
+def parts_of(result: Any, is_part: Callable[[Any], bool]) -> list[Any]:
+    """Returns the parts of a nested result.
+
+    Args:
+        result: The result.
+        is_part: Says of a container whether it is a part itself, instead of what it contains.
+    """
+    return tree_leaves(result, is_leaf=is_part)

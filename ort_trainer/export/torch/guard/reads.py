@@ -6,6 +6,7 @@ Places where other objects with equal values are found again and again are left 
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import sys
@@ -21,7 +22,7 @@ from ....engine.ownership import owned_dtype
 from ..outside.containers import CHANGEABLE, copied, has_same_parts
 from ..outside.notes import Notes
 from ..outside.numbers import Expression, evaluate
-from ..outside.places import MISSING, Access, Place, attributes_of, described, read
+from ..outside.places import MISSING, Access, Place, attributes_of, described, read, reader
 from ..outside.values import CONTAINERS, MEMORIES, frozen, is_plain, parts_of
 from .condition import Condition
 
@@ -112,7 +113,8 @@ class Reads:
         if not same:
             self._look()
         elif self._volatile:
-            self._compare({index: self._value(index) for index in self._volatile})
+            now = reader(self._root)
+            self._compare({index: self._value(index, now) for index in self._volatile})
         variant = self._current.get(structure)
         if variant is None:
             variant = self._current[structure] = self._find(structure)
@@ -128,9 +130,9 @@ class Reads:
             return
         if variant not in self._variants:
             self._variants.append(variant)
-        settled = dict(notes.settled)
+        settled, now = dict(notes.settled), reader(self._root)
         for what in (*notes.reads, *(expression for expression, _ in notes.conditions)):
-            index = self._index(what)
+            index = self._index(what, now)
             values = {self._values[index]}
             if isinstance(what, tuple) and what in settled:
                 values.add(frozen(settled[what]))
@@ -141,7 +143,8 @@ class Reads:
 
     def shown(self, notes: Notes) -> dict[str, str]:
         """Returns the numbers, strings and bools on which an export that was made now depends, as texts by place."""
-        stand_ins = {place: self._value(self._index(place)) for place in notes.reads}
+        now = reader(self._root)
+        stand_ins = {place: self._value(self._index(place, now), now) for place in notes.reads}
         plain = (bool, int, float, str, type(None))
         return {
             described(place): _shown(value)
@@ -188,26 +191,26 @@ class Reads:
             if now[place] is before or now[place] is self._root.left.get(place)
         }
 
-    def _index(self, what: Any) -> int:
+    def _index(self, what: Any, now: Callable[[Place], Any]) -> int:
         """Returns the index of a place or an expression; begins to watch it if it is new."""
         key = repr(what)
         if key not in self._indices:
             self._indices[key] = index = len(self._watched)
             self._watched.append(what)
-            self._objects.append(None if isinstance(what, list) else read(self._root, what))
-            self._values.append(self._value(index))
+            self._objects.append(None if isinstance(what, list) else now(what))
+            self._values.append(self._value(index, now))
             # Objects that are replaced are noticed; tensors come and go.
-            if isinstance(what, list) and (what[0] != "same" or isinstance(read(self._root, what[1]), torch.Tensor)):
+            if isinstance(what, list) and (what[0] != "same" or isinstance(now(what[1]), torch.Tensor)):
                 self._volatile.add(index)
         return self._indices[key]
 
-    def _value(self, index: int) -> Hashable:
-        """Returns the stand-in for the present value of a place or an expression."""
+    def _value(self, index: int, now: Callable[[Place], Any]) -> Hashable:
+        """Returns the stand-in for the present value of a place or an expression; ``now`` reads places."""
         what = self._watched[index]
         try:
             if isinstance(what, list):
                 return frozen(evaluate(what, self._root))
-            value = read(self._root, what)
+            value = now(what)
             # A table that a run of a graph has left counts as what was there before the first run.
             is_table = what in self._tables and value is not None and value is self._root.left.get(what)
             return frozen(self._tables[what] if is_table else value)
@@ -225,10 +228,11 @@ class Reads:
 
     def _look(self) -> None:
         """Compares all values."""
-        changed = self._compare({index: self._value(index) for index in range(len(self._watched))})
+        now = reader(self._root)
+        changed = self._compare({index: self._value(index, now) for index in range(len(self._watched))})
         for index, what in enumerate(self._watched):
             if isinstance(what, tuple):
-                value = read(self._root, what)
+                value = now(what)
                 # What is read of an object is watched at the object, so it must be noticed if it is replaced.
                 often = index not in changed or what in self.numbers
                 if value is not self._objects[index] and often and _is_leaf(value):
@@ -267,20 +271,16 @@ class Reads:
 
     def _compile(self) -> None:
         condition = Condition(frozen=frozen, read=read, has_same_parts=has_same_parts)
+        now = reader(self._root)
         added: set[Place] = set()
         for index, place in enumerate(self._watched):
             if not isinstance(place, tuple) or index in self._volatile:
                 continue
-            owner: Any = self._root
-            for at, step in enumerate(place):  # what is on the way to the value counts, too
-                part = read(owner, (step,))
-                is_new = place[: at + 1] not in added
-                if is_new and (at == len(place) - 1 or not isinstance(part, nn.Module)):
-                    added.add(place[: at + 1])
-                    _add_place(condition, owner, step)
-                owner = part
-                if owner is MISSING:
-                    break
+            for at in range(1, len(place) + 1):  # what is on the way to the value counts, too
+                part = place[:at]
+                if part not in added and (at == len(place) or not isinstance(now(part), nn.Module)):
+                    added.add(part)
+                    _add_place(condition, now(part[:-1]), now(part), part[-1])
         self._unchanged = condition.function()
 
 
@@ -295,15 +295,15 @@ def _is_leaf(value: Any) -> bool:
     return isinstance(value, torch.Tensor) or is_plain(value)
 
 
-def _add_place(condition: Condition, owner: Any, step: Access) -> None:
-    """Adds that a place holds the object that it holds now."""
+def _add_place(condition: Condition, owner: Any, value: Any, step: Access) -> None:
+    """Adds that a place, one step from an owner, holds the value that it holds now."""
     kind, key = step
     if owner is MISSING:
         return
     if kind in ("item", "entry", "member") and isinstance(owner, (*CHANGEABLE, tuple, frozenset)):
         _add_contents(condition, owner)
         return
-    value, name = read(owner, (step,)), condition.name
+    name = condition.name
     if kind in ("attribute", "global"):
         values = owner.__globals__ if kind == "global" else attributes_of(owner)
         if value is MISSING:
@@ -346,7 +346,7 @@ def _add_contents(condition: Condition, value: Any) -> None:
             condition.add(f"{name}.requires_grad is {value.requires_grad}")
     elif isinstance(value, CHANGEABLE):
         condition.add(f"has_same_parts({condition.name(value)}, {condition.name(copied(value))})")
-    elif isinstance(value, MEMORIES):
+    elif isinstance(value, (*MEMORIES, functools._lru_cache_wrapper)):
         condition.add(f"frozen({condition.name(value)}) == {condition.name(frozen(value))}")
     for _, part in parts_of(value):
         _add_contents(condition, part)

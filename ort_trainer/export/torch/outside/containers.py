@@ -6,7 +6,7 @@ from collections import OrderedDict, deque
 from operator import is_
 from typing import Any
 
-__all__ = ["CHANGEABLE", "copied", "has_same_parts", "refill"]
+__all__ = ["CHANGEABLE", "copied", "has_same_parts", "in_order", "refill"]
 
 CHANGEABLE = (dict, list, set, deque)
 """Containers whose contents can change."""
@@ -19,6 +19,12 @@ def copied(container: Any) -> Any:
     if base in (OrderedDict, dict):
         return {key: dict.__getitem__(container, key) for key in base.__iter__(container)}
     return base.copy(container) if type(container) is base else base(base.__iter__(container))
+
+
+def in_order(container: Any) -> Any:
+    """Returns an iterator over the values of a dict, or the members of a set."""
+    base = _base_of(container)
+    return iter(base.values(container) if base in (OrderedDict, dict) else base.__iter__(container))
 
 
 def refill(container: Any, contents: Any) -> None:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy
 
-from .containers import copied, refill
+from .containers import copied, in_order, refill
 
 __all__ = [
     "MISSING",
@@ -27,6 +27,7 @@ __all__ = [
     "of_class",
     "put",
     "read",
+    "reader",
     "referent",
     "write",
 ]
@@ -93,12 +94,8 @@ def _in_sequence(owner: Any, index: int) -> Any:
     return owner[index] if index < len(owner) else MISSING
 
 
-def _in_dict(owner: Any, index: int) -> Any:
-    return next(itertools.islice(copied(owner).values(), index, None), MISSING)
-
-
-def _member(owner: Any, index: int) -> Any:
-    return next(itertools.islice(owner if isinstance(owner, frozenset) else copied(owner), index, None), MISSING)
+def _in_order(owner: Any, index: int) -> Any:
+    return next(itertools.islice(owner if isinstance(owner, frozenset) else in_order(owner), index, None), MISSING)
 
 
 def _of_closure(function: Any, index: int) -> Any:
@@ -122,8 +119,8 @@ _READ: dict[str, Callable[[Any, Any], Any]] = {
     "global": lambda function, name: function.__globals__.get(name, MISSING),
     "cell": _of_closure,
     "item": _in_sequence,
-    "entry": _in_dict,
-    "member": _member,
+    "entry": _in_order,
+    "member": _in_order,
     "key": lambda owner, key: owner.get(key, MISSING),
     "contents": lambda owner, _: copied(owner),
 }
@@ -136,6 +133,19 @@ def read(root: Any, place: Place) -> Any:
             break
         root = _READ[kind](root, key)
     return root
+
+
+def reader(root: Any) -> Callable[[Place], Any]:
+    """Returns :func:`read` for many places at one moment; what is on the way to several is read once."""
+    met: dict[Place, Any] = {(): root}
+
+    def read_once(place: Place) -> Any:
+        if place not in met:
+            owner = read_once(place[:-1])
+            met[place] = owner if owner is MISSING else read(owner, place[-1:])
+        return met[place]
+
+    return read_once
 
 
 def write(root: Any, place: Place, value: Any) -> None:

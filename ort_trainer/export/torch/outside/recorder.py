@@ -147,7 +147,8 @@ class Recorder:
         self._holders: dict[int, list[tuple[type, Place, Any]]] = {}  # id of code -> a class, its attribute, the value
         self._codes: dict[int, types.CodeType] = {}  # of the functions that were met
         self._names: set[str] = set()  # names of globals and attributes in the code of all functions
-        self._looked_up: dict[int, tuple[Any, Place]] = {}  # classes and Python modules, of which these were recorded
+        self._looked_up: set[int] = set()  # ids of classes and Python modules, of which these were recorded
+        self._having: dict[str, dict[int, tuple[Any, Place]]] = {}  # a name -> those of them that have it, by id
         self._files: list[tuple[Place, Any, int]] = []  # each with its position when it was met
         self._iterators: list[tuple[Place, Iterator[Any], str]] = []  # each with its text when it was met
         self._values: set[Place] = set()  # of tensors whose numbers were read
@@ -532,14 +533,20 @@ class Recorder:
         """Takes note of an object that the run may read from or change."""
         if value is MISSING or type(value) is Growing or (is_plain(value) and not isinstance(value, type)):
             return
+        if value is sys.modules:  # the modules that code reads are met at their names
+            return
         if isinstance(value, torch.Tensor):
             if type(value) in (torch.Tensor, nn.Parameter):  # not one that stands for a parameter during a capture
                 self._note_alias(self.tensors.setdefault(id(value), (value, place))[1], place)
                 self._copies.add_tensor(value)
             return
         if isinstance(value, (types.ModuleType, type)):
-            self._looked_up.setdefault(id(value), (value, place))
-            self._meet_names(value, place, frozenset(self._names), data_only=True)
+            if id(value) not in self._looked_up:
+                self._looked_up.add(id(value))
+                for owner, of_owner in self._with_bases(value, place):
+                    for name in vars(owner):
+                        self._having.setdefault(name, {})[id(owner)] = owner, of_owner
+                self._meet_names(value, place, frozenset(self._names), data_only=True)
             return
         if id(value) in self._met:
             if not isinstance(value, (nn.Module, types.FunctionType, types.MethodType)):  # compared by identity anyway
@@ -709,7 +716,8 @@ class Recorder:
         names, optional = names_of(code), optional_in(code)
         new = names - self._names
         self._names |= names
-        for known, of_known in [*self._looked_up.values()] if new else ():
+        having = {key: entry for name in new for key, entry in self._having.get(name, {}).items()}
+        for known, of_known in having.values():
             self._meet_names(known, of_known, new, data_only=True)
         if self._numbers and "type" in names and "type" not in values:
             values["type"] = TypeOf
@@ -772,8 +780,7 @@ class Recorder:
             for name in names & vars(value).keys():
                 self._record((*place, Access("attribute", name)), vars(value)[name])
         elif isinstance(value, type):
-            of_metaclass = self._place_classes(type(value), (*place, Access("get", "__class__")))
-            for base, of_base in (*self._place_classes(value, place), *of_metaclass):
+            for base, of_base in self._with_bases(value, place):
                 self._copies.add_class(base, of_base)
                 for name in names & vars(base).keys() - {"__getattribute__"}:  # that is ours, for the time of the run
                     part = vars(base)[name]
@@ -786,6 +793,13 @@ class Recorder:
                     self._record((*of_base, Access("attribute", name)), part)
                     if code is not None:  # a method may read attributes of its class
                         self._meet_names(value, place, names_of(code), optional_in(code), data_only=True)
+
+    def _with_bases(self, value: Any, place: Place) -> list[tuple[Any, Place]]:
+        """Returns a Python module; or a class, its bases and metaclasses; of users alone."""
+        if isinstance(value, type):
+            of_metaclass = self._place_classes(type(value), (*place, Access("get", "__class__")))
+            return [*self._place_classes(value, place), *of_metaclass]
+        return [] if value.__name__.partition(".")[0] in LIBRARIES else [(value, place)]
 
     def _place_classes(self, kind: type, place: Place) -> list[tuple[type, Place]]:
         """Returns a class and its bases, except for PyTorch's and Python's, each with the first place it was met at."""
