@@ -109,7 +109,7 @@ class CallVerifier:
         except VerificationError as error:
             if turns.is_automatic and error.__cause__ is not None:
                 turns.give_up(id(graphs), error)
-            elif not turns.is_wanted():
+            else:
                 eager.put_back(taken)
                 raise
         except BaseException:
@@ -128,7 +128,7 @@ class CallVerifier:
         try:
             eager.check_gradients(gradients, trained)
         except VerificationError as error:
-            if error.__cause__ is None and not self._turns.is_wanted():
+            if error.__cause__ is None:
                 self._found = error
                 return eager.gradients(gradients)
         return trained
@@ -203,8 +203,7 @@ class _EagerCall:
         kind, enabled = self.device.type, self._autocast is not None
         recorder = Recorder(Pair(module), (), dict.fromkeys(self._graphs.notes.tables), self._outside)
         memory = spare_memory(self.device) if self._is_thrifty else math.inf
-        gradients = sum(weight.nbytes for weight in module.parameters() if weight.requires_grad)
-        saved = SavedTensors(memory - gradients, module.parameters())
+        saved = SavedTensors(memory, module.parameters(), [w for w in module.parameters() if w.requires_grad])
         with (
             BORROWED,
             random_state_kept(self.device, self._state),
@@ -215,7 +214,7 @@ class _EagerCall:
             recorder.running(),
             silenced(),
             torch.set_grad_enabled(self._with_grad),
-            saved if self._is_thrifty else contextlib.nullcontext(),
+            saved,
         ):
             copies = _each_once(leaves, clone)  # which forward() may change
             positional, named = self._layouts

@@ -69,7 +69,7 @@ class StepVerifier:
         def check(step: Step, outputs: Mapping[str, torch.Tensor], written: Mapping[str, torch.Tensor]) -> None:
             began = time.perf_counter()
             message = self._compared(executor, batch, scale, state, number, step, outputs, written)
-            if message and not turns.is_wanted():
+            if message:
                 last = f"The last step that was compared before was run {turns.last}. " if turns.last else ""
                 raise VerificationError(
                     f"step {number} differs from the same step in PyTorch (debug.verify_every): {message} The step was "

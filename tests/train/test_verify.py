@@ -277,12 +277,12 @@ def test_a_wrong_gradient_is_found_if_there_is_memory_for_another(
 
 def test_a_backward_pass_keeps_at_most_so_many_bytes() -> None:
     weight, x = torch.ones(4, 4, requires_grad=True), torch.ones(100, 4)
-    for limit, are_complete in ((10_000, True), (1_700, False), (-1, False)):
-        saved = SavedTensors(limit, [weight])
+    for limit, are_complete in ((10_000, True), (1_764, False), (63, False)):
+        saved = SavedTensors(limit, [weight], [weight])
         with saved:
             y = torch.sigmoid(x @ weight)  # keeps x and y, 1,600 bytes each
         assert saved.are_complete is are_complete and y.requires_grad
-    saved = SavedTensors(0, [weight, x])
+    saved = SavedTensors(0, [weight, x], [])
     with saved:
         _ = x.view(50, 8)[:, :4] @ weight  # a view of what is there anyway
     assert saved.are_complete

@@ -37,7 +37,8 @@ class Verification:
 
     With ``"auto"``, the first run of each graph is, then runs 2, 4, 8 and so on, but at least every 256th, and the run
     after each :meth:`expect`. From the hundredth run on, all of that only as far as it takes a hundredth of the time,
-    and before that, what is expected only as far as it takes a tenth.
+    and before that, what is expected only as far as it takes a tenth. None is where
+    :func:`~ort_trainer.register_operator` has asked for other results than PyTorch's.
 
     Args:
         every: A number n, to repeat each n-th run, or ``"auto"``.
@@ -82,7 +83,7 @@ class Verification:
             self._is_expected |= is_power or self._count - self._expected_at >= _EVERY
             affords = (now - self._began) * _COSTS[not is_early] >= self._spent + self._last_cost
             is_due = runs == 1 or (is_early and is_power) or (self._is_expected and affords)
-            is_due &= graph not in self._unable
+            is_due &= graph not in self._unable and not has_users_operators()
         else:
             is_due = (self._count + 1) % self._every == 0
         if not is_due:
@@ -107,10 +108,6 @@ class Verification:
         """Repeats no further runs of a graph, as PyTorch raises an error."""
         _log.info("runs are not compared with PyTorch, which can't run them: %s", error)
         self._unable.add(graph)
-
-    def is_wanted(self) -> bool:
-        """Returns whether a difference is no error, as :func:`~ort_trainer.register_operator` has asked for others."""
-        return self.is_automatic and has_users_operators()
 
 
 def spare_memory(device: torch.device) -> float:

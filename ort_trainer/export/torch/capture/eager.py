@@ -66,20 +66,30 @@ class EagerStep(NamedTuple):
 
 
 class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
-    """A context in which autograd saves at most so many bytes for a backward pass, and then nothing more.
+    """A context in which autograd saves tensors for a backward pass as long as there is memory, and then nothing more.
 
     Args:
-        limit: The number of bytes.
+        memory: What saved tensors and gradients may take, in bytes; infinite for no limit.
         known: Tensors that are there anyway, such as weights.
+        trained: The tensors that will have gradients.
 
     Attributes:
         are_complete: Whether all was saved, without which there can be no backward pass.
     """
 
-    def __init__(self, limit: float, known: Iterable[torch.Tensor]) -> None:
-        self._left, self._known = limit, {_memory(tensor)[0] for tensor in known}
-        self.are_complete = limit >= 0
+    def __init__(self, memory: float, known: Iterable[torch.Tensor], trained: Iterable[torch.Tensor]) -> None:
+        self._left = memory - sum(tensor.nbytes for tensor in trained)
+        self._known = {_memory(tensor)[0] for tensor in known}
+        self.are_complete = self._left >= 0
         super().__init__(self._pack, lambda saved: saved)
+
+    def __enter__(self) -> None:
+        if self._left < math.inf:  # torch.func refuses such hooks
+            super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        if self._left < math.inf:
+            super().__exit__(*error)
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor | None:
         key, size = _memory(tensor)
@@ -133,7 +143,7 @@ def run_eagerly(
         sample = [shaken(value, epsilon, shake) for value in sample]
     trained = {name: f"model.{name}" for name in step.trainable}
     weights = dict(step.model.named_parameters())
-    saved = SavedTensors(memory - sum(weights[name].nbytes for name in trained), weights.values())
+    saved = SavedTensors(memory, weights.values(), [weights[name] for name in trained])
     with (
         BORROWED,
         random_state_kept(device, state),
@@ -142,7 +152,7 @@ def run_eagerly(
         borrowed(module, trained.values(), training=True, modes=step.modes_in(True)),
         torch.enable_grad(),
         torch.autocast(device.type, enabled=False),  # the caller's
-        saved if memory < math.inf else contextlib.nullcontext(),
+        saved,
     ):
         torch.clear_autocast_cache()  # around a step, it may hold casts of earlier weights
         with module.recorder.running():
