@@ -143,6 +143,10 @@ def test_what_was_wrong_once(case: Case) -> None:
         pytest.param(12000084, "equal", id="a function in a class that code makes"),
         pytest.param(13000196, "refused", id="a lambda that the run leaves"),
         pytest.param(13000212, "equal", id="a name that another function knows"),
+        pytest.param(13000151, "equal", id="a dict that a cache has kept"),
+        pytest.param(15000066, "equal", id="a set in a view that a cache has kept"),
+        pytest.param(15000089, "in PyTorch", id="what a checkpoint changes twice"),
+        pytest.param(15000241, "in PyTorch", id="what a checkpoint changes back"),
         pytest.param(14000324, "equal", id="a power that is a float"),
     ],
 )

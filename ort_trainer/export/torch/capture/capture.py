@@ -38,6 +38,7 @@ from ..outside.changes import BACKWARD_HOOKS, GLOBAL_HOOKS
 from ..outside.generators import drawing_from_copies
 from ..outside.numbers import functions_of_numbers
 from ..outside.output import output_watched
+from ..outside.recorder import Recorder
 from ..outside.values import memory_of
 from .borrow import fast_path_disabled
 from .branches import Assumption
@@ -144,7 +145,7 @@ def capture(
         _watch_autograd() as custom_backward,
         _watch_small_sizes() as least,
         _fixing_sizes_in_texts(),
-        _marked_checkpoints(),
+        _marked_checkpoints(module.recorder),
         _left_modules(),
         _without_stand_ins(),
         users_lines_of_conditions(),
@@ -332,13 +333,17 @@ def _fixing_sizes_in_texts() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _marked_checkpoints() -> Iterator[None]:
-    """Marks operators inside ``torch.utils.checkpoint``, which leaves no other trace: a capture saves no tensors."""
+def _marked_checkpoints(recorder: Recorder) -> Iterator[None]:
+    """Marks operators inside ``torch.utils.checkpoint``, which leaves no other trace: a capture saves no tensors.
+
+    Args:
+        recorder: Takes notes of what those parts change.
+    """
     enclosed = getattr(checkpointing, CHECKPOINT_GENERATOR)
     numbers = itertools.count()
 
     def marked(*args: Any, **kwargs: Any) -> Iterator[None]:
-        with fx_traceback.annotate({CHECKPOINT: next(numbers)}):
+        with fx_traceback.annotate({CHECKPOINT: next(numbers)}), recorder.repeated():
             yield from enclosed(*args, **kwargs)
 
     with (

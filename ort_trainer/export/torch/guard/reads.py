@@ -200,7 +200,7 @@ class Reads:
             self._objects.append(None if isinstance(what, list) else now(what))
             self._values.append(self._value(index, now))
             # Objects that are replaced are noticed; tensors come and go.
-            if isinstance(what, list) and (what[0] != "same" or isinstance(now(what[1]), torch.Tensor)):
+            if isinstance(what, list) and (what[0] != "same" or isinstance(read(self._root, what[1]), torch.Tensor)):
                 self._volatile.add(index)
         return self._indices[key]
 

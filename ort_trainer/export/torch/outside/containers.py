@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
+import types
 from collections import OrderedDict, deque
 from operator import is_
 from typing import Any
 
-__all__ = ["CHANGEABLE", "copied", "has_same_parts", "in_order", "refill"]
+__all__ = ["CHANGEABLE", "copied", "has_same_parts", "in_order", "kept_by", "refill"]
 
 CHANGEABLE = (dict, list, set, deque)
 """Containers whose contents can change."""
@@ -25,6 +27,21 @@ def in_order(container: Any) -> Any:
     """Returns an iterator over the values of a dict, or the members of a set."""
     base = _base_of(container)
     return iter(base.values(container) if base in (OrderedDict, dict) else base.__iter__(container))
+
+
+def kept_by(function: Any) -> list[Any]:
+    """Returns the arguments and results that a function with a cache of ``functools`` has kept, in a lasting order."""
+    if not function.cache_info().currsize:
+        return []
+    parts = [part for part in gc.get_referents(function) if part is not vars(function)]
+    if function.cache_parameters()["maxsize"] is None:
+        return [result for part in parts if type(part) is dict for result in part.values()]
+    parts = [part for part in parts if not isinstance(part, (type, types.FunctionType)) and not _holds_links(part)]
+    return sorted(parts, key=id)  # otherwise a hit changes the order
+
+
+def _holds_links(part: Any) -> bool:
+    return type(part) is dict and any(type(entry).__name__ == "_lru_list_elem" for entry in part.values())
 
 
 def refill(container: Any, contents: Any) -> None:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy
 
-from .containers import copied, in_order, refill
+from .containers import copied, in_order, kept_by, refill
 
 __all__ = [
     "MISSING",
@@ -52,8 +52,8 @@ class Access(NamedTuple):
             function), ``module`` (a Python module, by its name), ``referent`` (of a weak reference or a context
             variable), ``cell`` (a variable of a function's closure), ``item`` (of a sequence or an array), ``entry``
             (of a dict, by the position of its key), ``member`` (of a set, or a key of a dict, by its position), ``key``
-            (of a dict, by a key that is a string), ``contents`` (all that a container holds); only to be written,
-            ``end`` (what is appended to a list).
+            (of a dict, by a key that is a string), ``kept`` (by the cache of a function), ``contents`` (all
+            that a container holds); only to be written, ``end`` (what is appended to a list).
         key: A name or a position.
     """
 
@@ -122,6 +122,7 @@ _READ: dict[str, Callable[[Any, Any], Any]] = {
     "entry": _in_order,
     "member": _in_order,
     "key": lambda owner, key: owner.get(key, MISSING),
+    "kept": lambda function, index: _in_sequence(kept_by(function), index),
     "contents": lambda owner, _: copied(owner),
 }
 

@@ -166,6 +166,7 @@ class Recorder:
         self._grown: set[Place] = set()  # of lists without a stand-in to which the run has appended
         self._counted: set[Place] = set()  # of numbers in containers that the run has replaced
         self._settled: dict[Place, Any] = {}  # settings with which a second run has left the same
+        self._repeated: set[Place] = set()  # what it has changed in parts that PyTorch runs again
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -220,17 +221,36 @@ class Recorder:
         self._is_held = True
         try:
             yield
-            for change in self._copies.changes():
-                left = self._left.get(change.place, MISSING)
-                is_same = has_same_parts(change.now, left) if isinstance(left, CHANGEABLE) else change.now is left
-                if not is_same:
-                    raise ExportError(
-                        f"the backward pass changes {described(change.place)!r}, in an autograd.Function or a hook, "
-                        "which a graph can't do: change it in forward(), or after the step"
-                    )
+            for place in self._changed_since(self._left):
+                raise ExportError(
+                    f"the backward pass changes {described(place)!r}, in an autograd.Function or a hook, "
+                    "which a graph can't do: change it in forward(), or after the step"
+                )
         finally:
             self._is_held = False
             self._end()
+
+    @contextlib.contextmanager
+    def repeated(self) -> Iterator[None]:
+        """Notes what the run changes in the context, a part that PyTorch runs again in the backward pass."""
+        before = self._changed()
+        yield
+        self._repeated.update(self._changed_since(before))
+
+    def _changed_since(self, before: Mapping[Place, Any]) -> Iterator[Place]:
+        """Yields the places that the run has changed since :meth:`_changed` has returned something."""
+        changed = self._changed()
+        for place in dict.fromkeys((*before, *changed)):  # it may have been changed back
+            now, then = changed.get(place, MISSING), before.get(place, MISSING)
+            is_same = isinstance(now, CHANGEABLE) and type(now) is type(then) and has_same_parts(now, then)
+            if now is not then and not is_same:
+                yield place
+
+    def _changed(self) -> dict[Place, Any]:
+        """Returns what the run has changed so far, except for parts of modules, with copies of containers."""
+        changed = {change.place: change.now for change in self._copies.changes()}
+        changed |= {(*place, Access("end", "")): growing.added for place, growing in self._growing.items()}
+        return {place: copied(now) if isinstance(now, CHANGEABLE) else now for place, now in changed.items()}
 
     def _end(self) -> None:
         if self._is_running:
@@ -255,7 +275,7 @@ class Recorder:
         flags = self._flags_of_hooks()
         recorded = (change for change in self._copies.changes() if change.place not in flags)
         changes = [(change.place, change.now, change.before) for change in recorded]
-        self._left = {place: copied(now) if place[-1].kind == "contents" else now for place, now, _ in changes}
+        self._left = self._changed()
         tensors: list[torch.Tensor] = []
         places = self._places_by_id()
         writes = []
@@ -313,6 +333,12 @@ class Recorder:
                 "the run clears the cache of a function, which a graph can't do: clear it before the step, or keep the "
                 "result in an attribute"
             )
+        for place in self._repeated:
+            if place in self.reads or place[-1].kind in ("contents", "end"):
+                raise ExportError(
+                    f"the run changes {described(place)!r} in torch.utils.checkpoint, so PyTorch changes it again in "
+                    "the backward pass, which a graph can't do: change it outside of the part that is checkpointed"
+                )
         for place in self._copies.changed_memory():
             raise ExportError(
                 f"the run changes {described(place)!r}, an array or a context variable, which a graph can't do: keep a "
@@ -615,6 +641,8 @@ class Recorder:
             self._meet(wrapped, (*place, Access("get", "__wrapped__")))
             if isinstance(value, functools._lru_cache_wrapper) and is_users(value.__module__):
                 self._caches.append((value, value.cache_info()))
+                for step, part in parts_of(value):
+                    self._meet(part, (*place, Access(*step)))
         can_be_watched = is_watched(kind) and self._watch_class(kind)
         if not can_be_watched and kind not in _NAMESPACES:
             return

@@ -6,7 +6,6 @@ import array
 import contextvars
 import enum
 import functools
-import gc
 import sys
 import types
 from collections import OrderedDict, defaultdict, deque
@@ -17,7 +16,7 @@ import numpy
 import torch
 from torch import nn
 
-from .containers import CHANGEABLE, copied
+from .containers import copied, kept_by
 from .places import MISSING, referent
 
 __all__ = ["CONTAINERS", "MEMORIES", "VIEWS", "frozen", "is_plain", "is_watched", "memory_of", "parts_of"]
@@ -81,7 +80,7 @@ def frozen(value: Any, depth: int = 0) -> Hashable:
     if isinstance(value, (dict, list, tuple, deque, set, frozenset)):
         return _frozen_container(value, depth + 1)
     if isinstance(value, functools._lru_cache_wrapper):
-        return kind, _Same(value), frozen(_kept_by(value), depth + 1)
+        return kind, _Same(value), frozen([part for _, part in parts_of(value)], depth + 1)
     if isinstance(value, functools.partial):
         return kind, frozen(value.func), frozen(value.args, depth + 1), frozen(value.keywords, depth + 1)
     if issubclass(kind, _NUMBERS_AND_TEXTS) and not issubclass(kind, enum.Enum):  # a class of its own
@@ -110,21 +109,6 @@ def _frozen_container(value: Any, depth: int) -> Hashable:
     if isinstance(value, (set, frozenset)):
         return type(value), frozenset(map(frozen, value))
     return type(value), tuple(frozen(part, depth) for part in value)
-
-
-def _kept_by(function: Any) -> list[Any]:
-    """Returns the containers among the results that a cache of ``functools`` has kept, and what objects there hold."""
-    parts = [part for part in gc.get_referents(function) if part is not vars(function)]
-    if function.cache_parameters()["maxsize"] is None:
-        parts = [result for part in parts if isinstance(part, dict) for result in part.values()]
-    # In a cache with a limit, a dict leads to links, and the function to the results as well.
-    parts = [getattr(part, "__dict__", None) if is_watched(type(part)) else part for part in parts]
-    kept = [part for part in parts if isinstance(part, CHANGEABLE) and not _holds_links(part)]
-    return sorted(kept, key=id)  # a hit changes the order
-
-
-def _holds_links(part: Any) -> bool:
-    return isinstance(part, dict) and any(type(entry).__name__ == "_lru_list_elem" for entry in part.values())
 
 
 class _Same:
@@ -163,6 +147,8 @@ def parts_of(value: Any) -> Iterator[tuple[tuple[str, str | int], Any]]:
         yield from ((("item", at), part) for at, part in enumerate(value.flat))
     elif isinstance(value, (list, tuple, deque)):
         yield from ((("item", at), part) for at, part in enumerate(tuple(value)))
+    elif isinstance(value, functools._lru_cache_wrapper):
+        yield from ((("kept", at), part) for at, part in enumerate(kept_by(value)) if not is_plain(part))
     elif isinstance(value, contextvars.ContextVar) and referent(value) is not MISSING:
         yield ("referent", ""), referent(value)
 
