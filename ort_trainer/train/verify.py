@@ -62,7 +62,7 @@ class StepVerifier:
             step is not compared.
         """
         turns = self._turns
-        if not turns.is_due(id(step)):
+        if not turns.is_due(id(step), step):
             return None
         state = executor.generator.get_state()
 

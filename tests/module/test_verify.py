@@ -7,11 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed._functional_collectives import all_reduce
 
 from ort_trainer import ORTModule, VerificationError
 from ort_trainer.export.torch import verification
 from ort_trainer.export.torch.guard.reads import Reads
+from ort_trainer.module.verify import _EagerCall
 
 from .pairs import Heads, assert_same_gradients, close, pair
 
@@ -217,3 +220,24 @@ def test_graphs_are_made_anew_once_and_then_pytorch_runs(what: str, monkeypatch:
         both(3.0)
         both(3.0)
     both(4.0)
+
+
+class Summed(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return all_reduce(x, "sum", dist.group.WORLD) * 2
+
+
+def test_calls_of_several_processes_together_are_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each process decides by its own clock and memory, and one that repeats a call alone would wait forever."""
+    compared: list[nn.Module] = []
+    monkeypatch.setattr(_EagerCall, "check", lambda call, *_: compared.append(call._module))
+    alone, together = ORTModule(nn.Tanh()), ORTModule(Summed())
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with torch.no_grad():
+            for module in (alone, together):
+                module(X)
+            assert torch.equal(together(X), X * 2)
+    finally:
+        dist.destroy_process_group()
+    assert compared == [alone.module]

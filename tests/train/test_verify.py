@@ -20,6 +20,7 @@ from ort_trainer import ORTModule, ORTTrainer, ORTTrainerOptions, VerificationEr
 from ort_trainer.export.torch import builder, verification
 from ort_trainer.export.torch.capture.eager import SavedTensors, run_eagerly
 from ort_trainer.export.torch.guard.reads import Reads
+from ort_trainer.step import Step
 from tests.helpers import MLP, MLP_DESC, assert_same_state, mlp_batches, mlp_trainer
 
 VERIFIED = {"debug": {"verify_every": 1}}
@@ -130,7 +131,7 @@ def test_comparisons_are_silent(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_which_steps_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [0.0]
+    now, step = [0.0], Step(kind="training", inputs=(), outputs=(), loss="", state={})
     monkeypatch.setattr("ort_trainer.export.torch.verification.time.perf_counter", lambda: now[0])
 
     def compared(count: int, seconds: float, expected: Sequence[int] = (), graph: str = "") -> list[int]:
@@ -139,7 +140,7 @@ def test_which_steps_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
             if turns.number in expected:
                 turns.expect()
             now[0] += 1.0
-            is_due, began = turns.is_due(graph), now[0]
+            is_due, began = turns.is_due(graph, step), now[0]
             if is_due:
                 found.append(turns.number)
                 now[0] += seconds

@@ -17,6 +17,8 @@ from unittest import mock
 import torch
 from torch.utils._pytree import tree_leaves
 
+from ...engine.programs.collectives import COLLECTIVES
+from ...step import Step
 from .operators.registry import has_users_operators
 
 __all__ = ["Verification", "parts_of", "silenced", "spare_memory"]
@@ -73,8 +75,13 @@ class Verification:
         """Has the next run repeated, as something was changed that graphs may depend on."""
         self._is_expected = True
 
-    def is_due(self, graph: Hashable) -> bool:
-        """Returns whether the next run, which is one of a graph, is to be repeated; counts it if not."""
+    def is_due(self, graph: Hashable, step: Step) -> bool:
+        """Returns whether the next run, which is one of a graph, is to be repeated; counts it if not.
+
+        Args:
+            graph: The graph.
+            step: What it computes, or its forward pass.
+        """
         runs = self._of_graph.get(graph, 0) + 1
         if self.is_automatic:
             now, is_early, is_power = time.perf_counter(), self._count < _FIRST, runs & (runs - 1) == 0
@@ -84,6 +91,9 @@ class Verification:
             affords = (now - self._began) * _COSTS[not is_early] >= self._spent + self._last_cost
             is_due = runs == 1 or (is_early and is_power) or (self._is_expected and affords)
             is_due &= graph not in self._unable and not has_users_operators()
+            if is_due and _communicates(step):  # processes have clocks and memory of their own, and would wait forever
+                self._unable.add(graph)
+                is_due = False
         else:
             is_due = (self._count + 1) % self._every == 0
         if not is_due:
@@ -108,6 +118,12 @@ class Verification:
         """Repeats no further runs of a graph, as PyTorch raises an error."""
         _log.info("runs are not compared with PyTorch, which can't run them: %s", error)
         self._unable.add(graph)
+
+
+def _communicates(step: Step) -> bool:
+    """Returns whether a step has operations of several processes together."""
+    programs = {} if step.programs is None else step.programs.programs
+    return any(f'"{COLLECTIVES}.' in text for text in programs.values())
 
 
 def spare_memory(device: torch.device) -> float:
