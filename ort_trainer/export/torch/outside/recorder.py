@@ -176,7 +176,7 @@ class Recorder:
         self._is_running = True
         self._thread = threading.get_ident()
         for place, value in (*self.tables.items(), *self._settings.items(), *self.kept_apart.items()):
-            self._begun_with[place] = read(self._root, place)
+            self._begun_with.setdefault(place, read(self._root, place))
             write(self._root, place, value)
         for place in self.numbers:
             value = read(self._root, place)
