@@ -5,10 +5,11 @@ from __future__ import annotations
 import gc
 import types
 from collections import OrderedDict, deque
+from collections.abc import Iterator
 from operator import is_
 from typing import Any
 
-__all__ = ["CHANGEABLE", "copied", "has_same_parts", "in_order", "kept_by", "refill"]
+__all__ = ["CHANGEABLE", "copied", "has_same_parts", "kept_by", "members", "refill", "values"]
 
 CHANGEABLE = (dict, list, set, deque)
 """Containers whose contents can change."""
@@ -23,10 +24,14 @@ def copied(container: Any) -> Any:
     return base.copy(container) if type(container) is base else base(base.__iter__(container))
 
 
-def in_order(container: Any) -> Any:
-    """Returns an iterator over the values of a dict, or the members of a set."""
-    base = _base_of(container)
-    return iter(base.values(container) if base in (OrderedDict, dict) else base.__iter__(container))
+def members(container: Any) -> Iterator[Any]:
+    """Returns an iterator over the keys of a dict, or over the parts of another container."""
+    return iter(container) if isinstance(container, frozenset) else _base_of(container).__iter__(container)
+
+
+def values(container: Any) -> Iterator[Any]:
+    """Returns an iterator over the values of a dict."""
+    return iter(_base_of(container).values(container))
 
 
 def kept_by(function: Any) -> list[Any]:

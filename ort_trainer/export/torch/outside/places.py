@@ -10,12 +10,12 @@ import itertools
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy
 
-from .containers import copied, in_order, kept_by, refill
+from .containers import copied, kept_by, members, refill, values
 
 __all__ = [
     "MISSING",
@@ -94,8 +94,8 @@ def _in_sequence(owner: Any, index: int) -> Any:
     return owner[index] if index < len(owner) else MISSING
 
 
-def _in_order(owner: Any, index: int) -> Any:
-    return next(itertools.islice(owner if isinstance(owner, frozenset) else in_order(owner), index, None), MISSING)
+def _at(parts: Iterator[Any], index: int) -> Any:
+    return next(itertools.islice(parts, index, None), MISSING)
 
 
 def _of_closure(function: Any, index: int) -> Any:
@@ -119,8 +119,8 @@ _READ: dict[str, Callable[[Any, Any], Any]] = {
     "global": lambda function, name: function.__globals__.get(name, MISSING),
     "cell": _of_closure,
     "item": _in_sequence,
-    "entry": _in_order,
-    "member": _in_order,
+    "entry": lambda owner, index: _at(values(owner), index),
+    "member": lambda owner, index: _at(members(owner), index),
     "key": lambda owner, key: owner.get(key, MISSING),
     "kept": lambda function, index: _in_sequence(kept_by(function), index),
     "contents": lambda owner, _: copied(owner),
