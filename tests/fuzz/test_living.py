@@ -147,6 +147,8 @@ def test_what_was_wrong_once(case: Case) -> None:
         pytest.param(15000066, "equal", id="a set in a view that a cache has kept"),
         pytest.param(15000089, "in PyTorch", id="what a checkpoint changes twice"),
         pytest.param(15000241, "in PyTorch", id="what a checkpoint changes back"),
+        pytest.param(16000575, "equal", id="a table in a class that a user replaces"),
+        pytest.param(16000651, "refused", id="an object in an array that the run replaces"),
         pytest.param(14000324, "equal", id="a power that is a float"),
     ],
 )
