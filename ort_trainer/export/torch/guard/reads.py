@@ -113,7 +113,7 @@ class Reads:
         if not same:
             self._look()
         elif self._volatile:
-            now = reader(self._root)
+            now = functools.partial(read, self._root)
             self._compare({index: self._value(index, now) for index in self._volatile})
         variant = self._current.get(structure)
         if variant is None:

@@ -16,7 +16,7 @@ import numpy
 import torch
 from torch import nn
 
-from .containers import copied, kept_by
+from .containers import CHANGEABLE, copied, kept_by
 from .places import MISSING, referent
 
 __all__ = ["CONTAINERS", "MEMORIES", "VIEWS", "frozen", "is_plain", "is_watched", "memory_of", "parts_of"]
@@ -111,6 +111,12 @@ def _frozen_container(value: Any, depth: int) -> Hashable:
     return type(value), tuple(frozen(part, depth) for part in value)
 
 
+def _is_changeable(part: Any) -> bool:
+    """Returns whether what a function has kept may be changed by others, unlike its arguments; a tensor stays."""
+    watched = is_watched(type(part)) and not isinstance(part, (tuple, frozenset, torch.Tensor, nn.Module))
+    return watched or isinstance(part, (*CHANGEABLE, *MEMORIES))
+
+
 class _Same:
     """Equal only for the same object, or for methods of the same object and function."""
 
@@ -148,7 +154,7 @@ def parts_of(value: Any) -> Iterator[tuple[tuple[str, str | int], Any]]:
     elif isinstance(value, (list, tuple, deque)):
         yield from ((("item", at), part) for at, part in enumerate(tuple(value)))
     elif isinstance(value, functools._lru_cache_wrapper):
-        yield from ((("kept", at), part) for at, part in enumerate(kept_by(value)) if not is_plain(part))
+        yield from ((("kept", at), part) for at, part in enumerate(kept_by(value)) if _is_changeable(part))
     elif isinstance(value, contextvars.ContextVar) and referent(value) is not MISSING:
         yield ("referent", ""), referent(value)
 
