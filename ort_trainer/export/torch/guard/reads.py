@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy
 import torch
 from torch import nn
 
@@ -23,7 +24,7 @@ from ..outside.containers import CHANGEABLE, copied, has_same_parts
 from ..outside.notes import Notes
 from ..outside.numbers import Expression, evaluate
 from ..outside.places import MISSING, Access, Place, attributes_of, described, read, reader
-from ..outside.values import CONTAINERS, MEMORIES, frozen, is_plain, parts_of
+from ..outside.values import CONTAINERS, LARGE, MEMORIES, frozen, is_plain, parts_of
 from .condition import Condition
 
 __all__ = ["GONE", "Reads", "Root", "listed"]
@@ -346,10 +347,23 @@ def _add_contents(condition: Condition, value: Any) -> None:
             condition.add(f"{name}.requires_grad is {value.requires_grad}")
     elif isinstance(value, CHANGEABLE):
         condition.add(f"has_same_parts({condition.name(value)}, {condition.name(copied(value))})")
+    elif isinstance(value, numpy.ndarray) and value.nbytes > LARGE:
+        condition.add(f"{condition.name(_Seldom(value))}()")
     elif isinstance(value, (*MEMORIES, functools._lru_cache_wrapper)):
         condition.add(f"frozen({condition.name(value)}) == {condition.name(frozen(value))}")
     for _, part in parts_of(value):
         _add_contents(condition, part)
+
+
+class _Seldom:
+    """Asks whether an array is still as it is now, when it is called for the 1st, 2nd, 4th time and so on."""
+
+    def __init__(self, array: Any) -> None:
+        self._array, self._before, self._count = array, frozen(array), 0
+
+    def __call__(self) -> bool:
+        self._count += 1
+        return self._count & (self._count - 1) != 0 or frozen(self._array) == self._before
 
 
 def _is_number(value: Hashable) -> bool:

@@ -6,6 +6,7 @@ import array
 import contextvars
 import enum
 import functools
+import hashlib
 import sys
 import types
 from collections import OrderedDict, defaultdict, deque
@@ -19,7 +20,7 @@ from torch import nn
 from .containers import CHANGEABLE, copied, kept_by
 from .places import MISSING, referent
 
-__all__ = ["CONTAINERS", "MEMORIES", "VIEWS", "frozen", "is_plain", "is_watched", "memory_of", "parts_of"]
+__all__ = ["CONTAINERS", "LARGE", "MEMORIES", "VIEWS", "frozen", "is_plain", "is_watched", "memory_of", "parts_of"]
 
 CONTAINERS = (dict, OrderedDict, defaultdict, list, tuple, deque, set, frozenset)
 _ATOMS = (type(None), bool, int, float, complex, str, bytes, type(...), range, slice)
@@ -28,6 +29,8 @@ VIEWS: tuple[Any, ...] = (type({}.keys()), type({}.values()), type({}.items()))
 """Views of a dict, which their attribute ``mapping`` shows."""
 MEMORIES = (numpy.ndarray, contextvars.ContextVar, bytearray, array.array, types.MappingProxyType, *VIEWS)
 """Kinds of objects that can't be watched, so their whole contents are compared."""
+LARGE = 1 << 20
+"""Bytes of an array from which on its elements are compared by a hash, and more and more seldom."""
 _OF_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 _CALLABLES = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.MethodWrapperType)
 _DEEPEST = 50
@@ -71,8 +74,7 @@ def frozen(value: Any, depth: int = 0) -> Hashable:
             return kind, id(value), getattr(value, "_version", 0) if not value.is_inference() else 0
         return kind, value.dtype, value.shape, value.device, value.requires_grad
     if isinstance(value, numpy.ndarray):
-        objects = frozen(value.ravel().tolist(), depth + 1) if value.dtype.hasobject else value.tobytes()
-        return kind, str(value.dtype), value.shape, objects
+        return kind, str(value.dtype), value.shape, _contents(value, depth + 1)
     if isinstance(value, numpy.generic):
         return kind, str(value.dtype), value.tobytes()
     if value is sys.modules:  # an import elsewhere has no effect by itself
@@ -98,6 +100,20 @@ def frozen(value: Any, depth: int = 0) -> Hashable:
         return kind, frozen(dict(value), depth)
     # What is read of an object has places of its own, if its class can be watched.
     return (kind,) if is_watched(kind) and not isinstance(value, nn.Module) else (kind, _Same(value))
+
+
+def _contents(array: Any, depth: int) -> Hashable:
+    """Returns a stand-in for the elements of an array; for those in a file, which may exceed the memory, itself."""
+    if array.dtype.hasobject:
+        return frozen(array.ravel().tolist(), depth)
+    owner = array
+    while isinstance(owner, numpy.ndarray):
+        if isinstance(owner, numpy.memmap):
+            return _Same(array)
+        owner = owner.base
+    if array.nbytes > LARGE:
+        return hashlib.blake2b(numpy.ascontiguousarray(array).view(numpy.uint8)).digest()
+    return array.tobytes()
 
 
 def _frozen_container(value: Any, depth: int) -> Hashable:
