@@ -112,8 +112,9 @@ def _contents(array: Any, depth: int) -> Hashable:
             return _Same(array)
         owner = owner.base
     if array.nbytes > LARGE:
-        return hashlib.blake2b(numpy.ascontiguousarray(array).view(numpy.uint8)).digest()
-    return array.tobytes()
+        elements: Any = numpy.ascontiguousarray(array).view(numpy.uint8)
+        return hashlib.blake2b(elements).digest()
+    return bytes(array.tobytes())
 
 
 def _frozen_container(value: Any, depth: int) -> Hashable:
