@@ -90,8 +90,8 @@ class Verification:
             self._is_expected |= is_power or self._count - self._expected_at >= _EVERY
             affords = (now - self._began) * _COSTS[not is_early] >= self._spent + self._last_cost
             is_due = runs == 1 or (is_early and is_power) or (self._is_expected and affords)
-            is_due &= graph not in self._unable and not has_users_operators()
-            if is_due and _communicates(step):  # processes have clocks and memory of their own, and would wait forever
+            # Processes have clocks and memory of their own: one that repeats a step alone would wait for the others.
+            if is_due and (graph in self._unable or has_users_operators() or _communicates(step)):
                 self._unable.add(graph)
                 is_due = False
         else:
