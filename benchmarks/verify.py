@@ -1,9 +1,9 @@
-"""Measures what comparisons with PyTorch cost, by default ("auto") and in each step, for docs/limits.md.
+"""Measures what a step costs that ``debug.verify_every`` compares with PyTorch, for docs/limits.md.
 
     python benchmarks/verify.py
 
-All contenders take turns in one process and one thread. Figures are means of processor time: comparisons are rare, and
-other processes disturb it little.
+All contenders take turns in one process and one thread; figures are medians of processor time, so that other
+processes disturb them little.
 """
 
 from __future__ import annotations
@@ -20,9 +20,6 @@ from torch import nn
 from ort_trainer import ORTModule, ORTTrainer, ORTTrainerOptions, optim
 
 TURNS = 5
-BEFORE = 130
-"""Steps before the measurement: from the hundredth on, a hundredth of the time goes to comparisons."""
-SETTINGS = ("off", "auto", 1)
 Batch = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -54,7 +51,7 @@ def bert() -> tuple[nn.Module, Batch]:
     return Bert(), (torch.randint(0, 1000, (8, 64)), torch.randint(0, 2, (8,)))
 
 
-def trainer_step(make: Callable[[], tuple[nn.Module, Batch]], every: int | str) -> Callable[[], object]:
+def trainer_step(make: Callable[[], tuple[nn.Module, Batch]], every: int | None) -> Callable[[], object]:
     """Returns a step of a trainer."""
     model, batch = make()
     options = ORTTrainerOptions({"debug": {"verify_every": every}})
@@ -88,19 +85,28 @@ def milliseconds(step: Callable[[], object], count: int) -> float:
 def main() -> None:
     """Prints a table."""
     torch.set_num_threads(1)
-    columns = [f"{face}, {setting}" for face in ("trainer", "ORTModule") for setting in SETTINGS]
-    print(f"| one thread, ms a step | eager PyTorch | {' | '.join(columns)} |\n|---|---|{'---|' * len(columns)}")
-    for name, make, count in (("MLP", mlp, 500), ("BERT, 2 layers", bert, 100)):
-        wraps = (functools.partial(ORTModule, options={"debug": {"verify_every": every}}) for every in SETTINGS)
+    columns = (
+        "eager PyTorch",
+        "trainer",
+        "each 100th verified",
+        "each step verified",
+        "ORTModule",
+        "each call verified",
+    )
+    print(f"| one thread, ms a step | {' | '.join(columns)} |\n|---|{'---|' * len(columns)}")
+    for name, make, count in (("MLP", mlp, 100), ("BERT, 2 layers", bert, 20)):
         steps = [
             loop_step(make, lambda model: model),
-            *(trainer_step(make, every) for every in SETTINGS),
-            *(loop_step(make, wrap) for wrap in wraps),
+            *(trainer_step(make, every) for every in (None, 100, 1)),
+            *(
+                loop_step(make, functools.partial(ORTModule, options={"debug": {"verify_every": every}}))
+                for every in (None, 1)
+            ),
         ]
         for step in steps:
-            milliseconds(step, BEFORE)
+            milliseconds(step, 3)
         turns = [[milliseconds(step, count) for step in steps] for _ in range(TURNS)]
-        print(f"| {name} | {' | '.join(f'{statistics.fmean(times):.2f}' for times in zip(*turns, strict=True))} |")
+        print(f"| {name} | {' | '.join(f'{statistics.median(times):.1f}' for times in zip(*turns, strict=True))} |")
 
 
 if __name__ == "__main__":

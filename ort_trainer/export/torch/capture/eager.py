@@ -359,11 +359,16 @@ def coarsest(tensors: Collection[torch.Tensor]) -> torch.dtype:
 
 
 def shaken(value: torch.Tensor, epsilon: float, seed: int) -> torch.Tensor:
-    """Returns a tensor whose elements differ by at most one rounding, each in its own direction; others as they are."""
+    """Returns a tensor whose elements differ by some roundings, each in its own direction; others as they are.
+
+    By one rounding with seed 0, and in single precision by twice as many with each further seed: kernels that add long
+    sums in another order differ by several. In halves, they add in single precision.
+    """
     if not value.is_floating_point():
         return value
     draw = torch.Generator().manual_seed(seed)
-    return value * (1 + epsilon * torch.randint(-1, 2, value.shape, generator=draw).to(value.device, value.dtype))
+    size = epsilon if epsilon > 1e-4 else epsilon * 2**seed
+    return value * (1 + size * torch.randint(-1, 2, value.shape, generator=draw).to(value.device, value.dtype))
 
 
 @contextlib.contextmanager
