@@ -335,10 +335,13 @@ def links(outputs: Sequence[torch.Tensor], values: Sequence[torch.Tensor], with_
             if not _overlap(value, output):
                 continue
             held, wanted = _whole_order(value), _whole_order(output)
-            if with_grad and output.requires_grad and output.is_leaf and value is not output:
+            if output.requires_grad and output.is_leaf == with_grad and value is not output:
                 raise ExportError(
                     "forward() returns a view of a parameter or an argument that was made under torch.no_grad() and "
                     "requires grad by itself, so its gradient is lost: detach() it, or make it with gradients"
+                    if with_grad
+                    else "forward() returns a view with a history, made under torch.enable_grad(), and the module was "
+                    "called under torch.no_grad(), where a graph has none: call it with gradients"
                 )
             if value is output:
                 shared.append(Link(place, source, of_values))
