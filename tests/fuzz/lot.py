@@ -19,17 +19,22 @@ import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
+from unittest import mock
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 import ort_trainer
+from ort_trainer.module.fallback import Fallback
 
 from .compare import BAD, Outcome
 
-__all__ = ["judge", "main", "running", "shrink", "without_one"]
+__all__ = ["drawn", "judge", "main", "running", "shrink", "without_one"]
 
 _NAME = "drawn"
+_PACKAGE = f"{Path(ort_trainer.__file__).parent}{os.sep}"
+# PyTorch runs the program, so none of these is of the program.
+_MISTAKES = (AssertionError, AttributeError, IndexError, KeyError, NameError, TypeError)
 
 
 class _Case(Protocol):
@@ -65,16 +70,34 @@ def judge(theirs: Callable[[], Any], ours: Callable[[], Any], tolerance: float) 
         expected = theirs()
     except Exception as error:
         return Outcome("dropped", f"{type(error).__name__}: {error}")
+    reasons: list[Exception] = []
+    run: Any = Fallback.run
+
+    def noted(fallback: Fallback, why: Exception, *rest: Any) -> Any:
+        reasons.append(why)
+        return run(fallback, why, *rest)
+
     try:
-        found, reason = ours()
+        with mock.patch.object(Fallback, "run", noted):
+            found, reason = ours()
     except Exception as error:
-        place = traceback.extract_tb(error.__traceback__)[-1].filename
-        own = place.startswith(str(Path(ort_trainer.__file__).parent))
-        return Outcome("refused" if own else "raw error", f"{type(error).__name__}: {error}", place)
+        return _of_error(error)
+    for outcome in map(_of_error, reasons):
+        if outcome.kind == "raw error" and outcome.place.startswith(_PACKAGE):
+            return outcome
     for (name, mine), (_, other) in zip(found, expected, strict=True):
         if not _is_same(mine, other, tolerance):
             return Outcome("wrong", f"{name}: {mine} for {other} {reason}")
     return Outcome("in PyTorch" if reason else "equal", reason)
+
+
+def _of_error(error: Exception) -> Outcome:
+    """Returns ``refused`` for an error that the package raises, or that PyTorch's kernels raise within it."""
+    last, text = traceback.extract_tb(error.__traceback__)[-1], f"{type(error).__name__}: {error}"
+    is_mistake = isinstance(error, _MISTAKES) and not (last.line or "").startswith("raise ")
+    is_mistake |= any(f"could not capture Net: {mistake.__name__}" in text for mistake in _MISTAKES)
+    refused = last.filename.startswith(_PACKAGE) and not is_mistake
+    return Outcome("refused" if refused else "raw error", text, last.filename)
 
 
 def _is_same(mine: Any, other: Any, tolerance: float) -> bool:
@@ -94,6 +117,17 @@ def shrink(case: _C, outcome: Outcome, compare: Callable[[_C], Outcome]) -> _C:
         if compare(smaller).signature == outcome.signature:
             return shrink(smaller, outcome, compare)
     return case
+
+
+def drawn(
+    draw: Callable[[int], _C], compare: Callable[[_C], Outcome], seed: int, seconds: float = 20.0
+) -> Iterator[tuple[int, Outcome]]:
+    """Yields cases by their seeds, with what becomes of them: a hundred, or as many as begin in a processor time."""
+    start = time.process_time()
+    for case in range(seed, seed + 100):
+        if time.process_time() - start > seconds:
+            break
+        yield case, compare(draw(case))
 
 
 def main(

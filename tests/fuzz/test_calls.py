@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
-import time
-
 import pytest
 
-from ..harness import choose
 from .calls import Case, compare, draw
 from .compare import BAD, Outcome
-from .lot import shrink
+from .lot import drawn, shrink
 
-# Processor seconds after which no case begins.
-SECONDS = 20.0
 ALL = ("differentiate(total(results))",)
 _HOOK = "if c.requires_grad: c.register_hook(lambda g: g * 2)"
 EACH = ("results[1].square().sum().backward()", "results[0].square().sum().backward()")
@@ -57,15 +51,9 @@ def test_a_call(case: Case, kind: str) -> None:
     assert outcome.kind == kind, outcome.text
 
 
-def test_cases_of_this_commit(request: pytest.FixtureRequest) -> None:
-    commit = request.config.getoption("seed") or choose.commit()
-    seed = int.from_bytes(hashlib.sha256(commit.encode()).digest()[:4], "big") * 1000
-    start, number = time.process_time(), 0
-    while time.process_time() - start < SECONDS and number < 100:
-        outcome = compare(draw(seed + number))
-        assert outcome.kind not in BAD, f"python -m tests.fuzz.calls --case {seed + number}: {outcome}"
-        number += 1
-    assert number > 3
+def test_cases_of_this_commit(seed: int) -> None:
+    for case, outcome in drawn(draw, compare, seed):
+        assert outcome.kind not in BAD, f"python -m tests.fuzz.calls --case {case}: {outcome}"
 
 
 def test_shrinking_leaves_what_fails() -> None:

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 from pathlib import Path
 
-import pytest
-
 from .. import processes
-from ..harness import choose
 from . import onnx_judge
 from .recipe import draw
 from .run import Fuzzer
@@ -22,22 +18,15 @@ CASES = 60
 GRAPHS, GRAPH_SECONDS = 40, 20.0
 
 
-def _seed(request: pytest.FixtureRequest) -> int:
-    commit = request.config.getoption("seed") or choose.commit()
-    return int.from_bytes(hashlib.sha256(commit.encode()).digest()[:4], "big") * 100
-
-
-def test_onnx_graphs_of_this_commit(request: pytest.FixtureRequest) -> None:
-    seed = _seed(request)
+def test_onnx_graphs_of_this_commit(seed: int) -> None:
     outcomes, failures = onnx_judge.run(seed, GRAPHS, GRAPH_SECONDS)
     repeat = f"python -m tests.fuzz.onnx_judge --seed {seed}"
     assert not failures, f"{repeat} repeats it\n{failures}"
     assert outcomes["equal"] >= outcomes.total() / 2, outcomes
 
 
-def test_cases_of_this_commit(request: pytest.FixtureRequest, tmp_path: Path) -> None:
-    seed = _seed(request)
-    seconds = QUICK_SECONDS if request.config.getoption("affected") else SECONDS
+def test_cases_of_this_commit(seed: int, is_quick: bool, tmp_path: Path) -> None:
+    seconds = QUICK_SECONDS if is_quick else SECONDS
     fuzzer = Fuzzer(tmp_path)
     try:
         for number in range(seed, seed + CASES):

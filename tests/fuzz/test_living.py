@@ -1,10 +1,14 @@
-"""Programs that read and leave values outside tensors train as in PyTorch: what was wrong once."""
+"""Programs that read and leave values outside tensors train as in PyTorch: what was wrong once, and drawn ones."""
 
 from __future__ import annotations
 
 import pytest
 
+from ort_trainer.export.torch.outside.recorder import Recorder
+
+from .compare import BAD
 from .living import Case, compare, draw
+from .lot import drawn
 
 _CACHED = "R0 = 0.5\n@functools.lru_cache\ndef get0(): return R0"
 _FOUND = {
@@ -150,10 +154,22 @@ def test_what_was_wrong_once(case: Case) -> None:
         pytest.param(16000575, "equal", id="a table in a class that a user replaces"),
         pytest.param(16000651, "refused", id="an object in an array that the run replaces"),
         pytest.param(14000324, "equal", id="a power that is a float"),
+        pytest.param(17000092, "refused", id="an object in a context variable that the run replaces"),
+        pytest.param(17000191, "in PyTorch", id="what the run has put there before another function is met"),
     ],
 )
 def test_drawn_cases_that_were_wrong(seed: int, kind: str) -> None:
     assert compare(draw(seed)).kind == kind
+
+
+def test_a_mistake_of_the_package_is_no_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(Recorder, "_note_assigned")
+    assert [compare(Case((), way=way)).kind for way in ("trainer", "module")] == ["raw error"] * 2
+
+
+def test_cases_of_this_commit(seed: int) -> None:
+    for case, outcome in drawn(draw, compare, seed):
+        assert outcome.kind not in BAD, f"python -m tests.fuzz.living --case {case}: {outcome}"
 
 
 def test_cases_and_what_they_shrink_to_are_programs() -> None:

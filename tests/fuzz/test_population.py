@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 
 import pytest
@@ -10,16 +9,14 @@ import pytest
 from benchmarks import model_types, population
 
 from .. import processes
-from ..harness import choose
 
 # Processor seconds after which no type begins, and the number of types on a fast machine.
 SECONDS, QUICK_SECONDS, TYPES = 40.0, 5.0, 3
 
 
-def test_types_of_this_commit(request: pytest.FixtureRequest) -> None:
-    commit = request.config.getoption("seed") or choose.commit()
-    seconds = QUICK_SECONDS if request.config.getoption("affected") else SECONDS
-    survey = population.Survey(int.from_bytes(hashlib.sha256(commit.encode()).digest()[:3], "big"))
+def test_types_of_this_commit(seed: int, is_quick: bool) -> None:
+    seconds = QUICK_SECONDS if is_quick else SECONDS
+    survey = population.Survey(seed)
     end = processes.processor_seconds + seconds
     for name in population.draws(survey.seed):
         survey.take(name)

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from .containers import CHANGEABLE, copied, has_same_parts, refill
 from .generators import has_drawn, name_of, put_back, state_of
 from .places import MISSING, Access, Place, described, in_cell, referent
-from .values import frozen
+from .values import are_equal_constants, frozen
 
 __all__ = [
     "BACKWARD_HOOKS",
@@ -71,7 +71,7 @@ class Copies:
         self._contents: dict[int, tuple[Place, Any, Any]] = {}
         self._memories: dict[int, tuple[Place, Any, Any]] = {}
         self._globals: dict[tuple[int, str], tuple[Place, dict[str, Any], Any]] = {}
-        self._cells: list[tuple[Place, Any, Any]] = []
+        self._cells: dict[int, tuple[Place, Any, Any]] = {}
         self._slots: list[tuple[Place, Any, str, Any]] = []
         self._parts: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._hooks: list[tuple[dict[str, Any], dict[str, Any]]] = []
@@ -132,24 +132,27 @@ class Copies:
         """Remembers a global variable, which may not exist yet."""
         self._globals.setdefault((id(values), name), (place, values, values.get(name, MISSING)))
 
-    def add_cell(self, cell: Any, place: Place) -> None:
-        """Remembers a variable of a closure."""
-        self._cells.append((place, cell, in_cell(cell)))
+    def add_cell(self, cell: Any, place: Place) -> Any:
+        """Remembers a variable of a closure, and returns what it held before the run."""
+        return self._cells.setdefault(id(cell), (place, cell, in_cell(cell)))[2]
 
-    def is_old(self, values: dict[str, Any], name: str, value: Any) -> bool:
-        """Returns whether a value in an object's ``__dict__``, or a global variable, is from before the run."""
-        if (id(values), name) in self._globals:
-            return self._globals[id(values), name][2] is value
-        entry = self._attributes.get(id(values))
+    def is_old(self, owner: dict[str, Any] | type, name: str, value: Any) -> bool:
+        """Returns whether a value in an object's ``__dict__``, a class or global variables is from before the run."""
+        if (id(owner), name) in self._globals:
+            return self._globals[id(owner), name][2] is value
+        entry = self._classes.get(id(owner)) or self._attributes.get(id(owner))
         return entry is None or entry[2].get(name, MISSING) is value
 
     def changed_memory(self) -> Iterator[Place]:
         """Yields the places of arrays and context variables that the run has changed."""
         for place, value, before in self._memories.values():
-            now = referent(value) if isinstance(value, contextvars.ContextVar) else value
-            is_same = now is before or frozen(now) == frozen(before)
-            if isinstance(now, numpy.ndarray) and now.dtype.hasobject:  # equal objects may be others
-                is_same &= [*map(id, now.flat)] == [*map(id, before.flat)]
+            if isinstance(value, contextvars.ContextVar):
+                now = referent(value)
+                is_same = now is before or are_equal_constants(now, before)
+            elif isinstance(value, numpy.ndarray) and value.dtype.hasobject:
+                is_same = [*map(id, value.flat)] == [*map(id, before.flat)]
+            else:
+                is_same = frozen(value) == frozen(before)
             if not is_same:
                 yield place
 
@@ -197,7 +200,7 @@ class Copies:
             name = str(place[-1].key)
             if values.get(name, MISSING) is not old:
                 yield Change(place, values.get(name, MISSING), old, functools.partial(_assign, values, name))
-        for place, cell, old in self._cells:
+        for place, cell, old in self._cells.values():
             now = in_cell(cell)
             if now is not old:
                 yield Change(place, now, old, functools.partial(setattr, cell, "cell_contents"))

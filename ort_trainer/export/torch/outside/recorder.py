@@ -42,7 +42,7 @@ from .notes import Notes
 from .numbers import Expression, Growing, Number, TypeOf, Uses, places_of, text_of
 from .output import position_of
 from .places import MISSING, Access, Place, attributes_of, described, in_cell, of_class, read, referent, write
-from .values import CONTAINERS, MEMORIES, VIEWS, frozen, is_plain, is_watched, parts_of
+from .values import CONTAINERS, MEMORIES, VIEWS, are_equal_constants, is_plain, is_watched, parts_of
 
 __all__ = ["Pair", "PartsExchanged", "Recorder"]
 
@@ -285,7 +285,7 @@ class Recorder:
         for place, now, before in changes:
             if place[-1].kind == "end" and not now:
                 continue
-            if (is_plain(now) or _holds_plain_parts(now)) and frozen(now) == frozen(before):
+            if are_equal_constants(now, before):
                 continue
             others = places
             if place[-1].kind == "contents":  # the container itself stays at its place, so its parts are encoded
@@ -719,8 +719,8 @@ class Recorder:
         self._copies.add_function(function, place)
         for at, cell in enumerate(function.__closure__ or ()):
             inner: Place = (*place, Access("cell", at))  # type: ignore[assignment]
-            self._copies.add_cell(cell, inner)
-            self._record(inner, in_cell(cell))
+            if self._copies.add_cell(cell, inner) is in_cell(cell):
+                self._record(inner, in_cell(cell))
         for name in ("__defaults__", "__kwdefaults__"):
             if getattr(function, name):
                 self._record((*place, Access("get", name)), getattr(function, name))
@@ -759,10 +759,10 @@ class Recorder:
             inner: Place = (*place, Access(kind, name))  # type: ignore[assignment]
             self._copies.add_global(values, name, inner)
             if name in values:
-                self._record(inner, values[name])
+                self._record_if_old(values, name, place, values[name], kind)
                 self._meet_names(values[name], inner, names | _CALLED_LATER, optional)
             elif name in optional and name in globals_of(code):
-                self._record(inner, MISSING)
+                self._record_if_old(values, name, place, MISSING, kind)
         for name in imports_of(code, values):
             self._meet_names(sys.modules[name], (*place, Access("module", name)), names, optional)
 
@@ -799,14 +799,13 @@ class Recorder:
                     not callable(part) or (of_user and not data_only)
                 ):  # Python's own functions don't change
                     self._of_classes.add((id(value), name))
-                    inner: Place = (*place, Access("attribute", name))
-                    self._record(inner, part)
                     if of_user:
-                        self._copies.add_global(vars(value), name, inner)
+                        self._copies.add_global(vars(value), name, (*place, Access("attribute", name)))
+                    self._record_if_old(vars(value), name, place, part)
         elif isinstance(value, types.FunctionType):
             self._copies.add_attributes(vars(value), place)
             for name in names & vars(value).keys():
-                self._record((*place, Access("attribute", name)), vars(value)[name])
+                self._record_if_old(vars(value), name, place, vars(value)[name])
         elif isinstance(value, type):
             for base, of_base in self._with_bases(value, place):
                 self._copies.add_class(base, of_base)
@@ -818,7 +817,7 @@ class Recorder:
                     if (id(base), name) in self._of_classes or (code is not None and data_only):
                         continue
                     self._of_classes.add((id(base), name))
-                    self._record((*of_base, Access("attribute", name)), part)
+                    self._record_if_old(base, name, of_base, part)
                     if code is not None:  # a method may read attributes of its class
                         self._meet_names(value, place, names_of(code), optional_in(code), data_only=True)
 
@@ -915,10 +914,12 @@ class Recorder:
         else:  # what a __getattr__ or __getattribute__ makes, such as a config's other names
             self._record((*place, Access("get", name)), value)
 
-    def _record_if_old(self, values: dict[str, Any] | None, name: str, place: Place, value: Any) -> None:
-        """Records an attribute, unless this run has assigned it."""
-        if values is not None and self._copies.is_old(values, name, value):
-            self._record((*place, Access("attribute", name)), value)
+    def _record_if_old(
+        self, owner: dict[str, Any] | type | None, name: str, place: Place, value: Any, kind: str = "attribute"
+    ) -> None:
+        """Records an attribute or a global variable, unless this run has assigned it."""
+        if owner is not None and self._copies.is_old(owner, name, value):
+            self._record((*place, Access(kind, name)), value)
 
     def _watch_class(self, kind: type) -> bool:
         """Takes notes of what is read of the objects of a class; returns False if that is impossible."""
@@ -976,8 +977,3 @@ def _unwatch(kind: type, replaced: Any) -> None:
         del kind.__getattribute__
     else:
         kind.__getattribute__ = replaced  # type: ignore[method-assign]
-
-
-def _holds_plain_parts(container: Any) -> bool:
-    parts = [part for _, part in parts_of(container)]
-    return type(container) in CONTAINERS and len(parts) == len(container) and all(map(is_plain, parts))

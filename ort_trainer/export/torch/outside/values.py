@@ -20,7 +20,18 @@ from torch import nn
 from .containers import CHANGEABLE, copied, kept_by
 from .places import MISSING, referent
 
-__all__ = ["CONTAINERS", "LARGE", "MEMORIES", "VIEWS", "frozen", "is_plain", "is_watched", "memory_of", "parts_of"]
+__all__ = [
+    "CONTAINERS",
+    "LARGE",
+    "MEMORIES",
+    "VIEWS",
+    "are_equal_constants",
+    "frozen",
+    "is_plain",
+    "is_watched",
+    "memory_of",
+    "parts_of",
+]
 
 CONTAINERS = (dict, OrderedDict, defaultdict, list, tuple, deque, set, frozenset)
 _ATOMS = (type(None), bool, int, float, complex, str, bytes, type(...), range, slice)
@@ -57,6 +68,18 @@ def is_watched(kind: type) -> bool:
 def is_plain(value: Any) -> bool:
     """Returns whether a value is a number, a string or another constant without parts."""
     return isinstance(value, (*_ATOMS, *_OF_TORCH, enum.Enum, numpy.generic, type))
+
+
+def are_equal_constants(value: Any, other: Any) -> bool:
+    """Returns whether two values are equal, and have no objects in them, of which two may be equal and not the same."""
+    return _is_constant(value, 0) and _is_constant(other, 0) and frozen(value) == frozen(other)
+
+
+def _is_constant(value: Any, depth: int) -> bool:
+    if type(value) not in CONTAINERS:
+        return is_plain(value)
+    parts = (*value, *value.values()) if isinstance(value, dict) else value
+    return depth < _DEEPEST and all(_is_constant(part, depth + 1) for part in parts)
 
 
 def frozen(value: Any, depth: int = 0) -> Hashable:
