@@ -153,13 +153,21 @@ def test_what_was_wrong_once(case: Case) -> None:
         pytest.param(15000241, "in PyTorch", id="what a checkpoint changes back"),
         pytest.param(16000575, "equal", id="a table in a class that a user replaces"),
         pytest.param(16000651, "refused", id="an object in an array that the run replaces"),
+        pytest.param(18000210, "equal", id="a function with defaults that one without replaces"),
+        pytest.param(19000245, "equal", id="a function with attributes that a builtin function replaces"),
         pytest.param(14000324, "equal", id="a power that is a float"),
         pytest.param(17000092, "refused", id="an object in a context variable that the run replaces"),
-        pytest.param(17000191, "in PyTorch", id="what the run has put there before another function is met"),
+        pytest.param(17000191, "equal", id="what the run has put there before another function is met"),
     ],
 )
 def test_drawn_cases_that_were_wrong(seed: int, kind: str) -> None:
     assert compare(draw(seed)).kind == kind
+
+
+@pytest.mark.parametrize("made", ["itertools.cycle([0.5, 1.5])", "itertools.count(2)", "iter([0.5, 1.5, 0.25, 1, 2])"])
+def test_only_pytorch_takes_values_from_an_iterator(made: str) -> None:
+    case = Case((("forward", "h = h * next(R0)"),), before=(f"import itertools\nR0 = {made}",), way="module")
+    assert compare(case).kind == "in PyTorch"
 
 
 def test_a_mistake_of_the_package_is_no_refusal(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,9 +23,9 @@ from ..capture.step_module import canonical_names
 from ..outside.carried import CarriedState
 from ..outside.changes import BACKWARD_HOOKS, GLOBAL_HOOKS, HOOKS
 from ..outside.notes import Notes
-from ..outside.places import Place
+from ..outside.places import GONE, Place
 from .condition import Condition
-from .reads import GONE, Reads, Root, listed
+from .reads import Reads, Root, listed
 from .shared_tensors import SharedTensors
 
 __all__ = ["Guard", "ModelChangedError", "ModelWatch"]

@@ -23,16 +23,14 @@ from ....engine.ownership import owned_dtype
 from ..outside.containers import CHANGEABLE, copied, has_same_parts
 from ..outside.notes import Notes
 from ..outside.numbers import Expression, evaluate
-from ..outside.places import MISSING, Access, Place, attributes_of, described, read, reader
+from ..outside.places import GONE, MISSING, Access, Place, attributes_of, described, read, reader
 from ..outside.values import CONTAINERS, LARGE, MEMORIES, frozen, is_plain, parts_of
 from .condition import Condition
 
-__all__ = ["GONE", "Reads", "Root", "listed"]
+__all__ = ["Reads", "Root", "listed"]
 
 _log = logging.getLogger(__name__)
 _MOST_NAMED = 5
-GONE = (AttributeError, IndexError, KeyError, TypeError, ValueError)
-"""What can go wrong when a place is read that no longer exists."""
 
 
 @dataclass(frozen=True)
@@ -303,6 +301,10 @@ def _add_place(condition: Condition, owner: Any, value: Any, step: Access) -> No
         return
     if kind in ("item", "entry", "member") and isinstance(owner, (*CHANGEABLE, tuple, frozenset)):
         _add_contents(condition, owner)
+        return
+    try:
+        read(owner, (step,))
+    except GONE:  # the owner, whose own place counts, is now of a kind that has no such places
         return
     name = condition.name
     if kind in ("attribute", "global"):

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import enum
+import functools
 import sys
 import types
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +27,20 @@ Code = list[Any]
 
 _SEQUENCES: dict[str, Any] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
 _DICTS: dict[str, Any] = {"dict": dict, "OrderedDict": OrderedDict}
+_ARGUMENTS: dict[type, Callable[[Any], tuple[Any, ...]]] = {
+    complex: lambda value: (value.real, value.imag),
+    range: lambda value: (value.start, value.stop, value.step),
+    slice: lambda value: (value.start, value.stop, value.step),
+    bytes: lambda value: (list(value),),
+    bytearray: lambda value: (list(value),),
+    torch.device: lambda value: (str(value),),
+    functools.partial: lambda value: (value.func, value.args, value.keywords),
+}
+"""What objects are made of again."""
+_MAKERS: dict[str, Any] = {kind.__name__: kind for kind in _ARGUMENTS} | {
+    "partial": lambda function, args, keywords: functools.partial(function, *args, **keywords)
+}
+_NAMED_IN_TORCH = (torch.dtype, torch.layout, torch.memory_format)
 
 
 @dataclass(frozen=True)
@@ -102,14 +117,16 @@ def encode(value: Any, tensors: list[torch.Tensor], places: Mapping[int, Place])
     if _DICTS.get(name) is type(value) or type(value) is defaultdict:
         pairs = [[encode(k, tensors, places), encode(v, tensors, places)] for k, v in value.items()]
         return ["dict", name, pairs, encode(getattr(value, "default_factory", None), tensors, places)]
-    if isinstance(value, torch.dtype):
-        return ["dtype", str(value).removeprefix("torch.")]
+    if isinstance(value, _NAMED_IN_TORCH):
+        return ["torch", str(value).removeprefix("torch.")]
+    if type(value) in _ARGUMENTS:
+        return ["made", name, [encode(part, tensors, places) for part in _ARGUMENTS[type(value)](value)]]
     if isinstance(value, torch.Size):
         return ["size", [encode(part, tensors, places) for part in value]]
     if isinstance(value, numpy.generic) and not value.dtype.hasobject:
         return ["numpy", str(value.dtype), value.item()]
-    if isinstance(value, type):
-        return ["class", *_path_of(value)]
+    if isinstance(value, (type, types.FunctionType)):
+        return ["global", *_path_of(value)]
     if isinstance(value, enum.Enum):
         is_member = value.name in type(value).__members__  # not so a combination of flags
         return ["enum", *_path_of(type(value)), value.name if is_member else value.value]
@@ -166,14 +183,16 @@ def decode(code: Code, tensors: Sequence[torch.Tensor], root: Any) -> Any:
         if rest[0] == "defaultdict":
             return defaultdict(decode(rest[2], tensors, root), pairs)
         return _DICTS[rest[0]](pairs)
-    if kind == "dtype":
+    if kind == "torch":
         return getattr(torch, rest[0])
+    if kind == "made":
+        return _MAKERS[rest[0]](*(decode(part, tensors, root) for part in rest[1]))
     if kind == "size":
         return torch.Size(decode(part, tensors, root) for part in rest[0])
     if kind == "numpy":
         return numpy.dtype(rest[0]).type(rest[1])
     which = _at_path(*rest[:2])
-    if kind == "class":
+    if kind == "global":
         return which
     if kind == "enum":
         return which[rest[2]] if isinstance(rest[2], str) else which(rest[2])
@@ -189,15 +208,20 @@ def decode(code: Code, tensors: Sequence[torch.Tensor], root: Any) -> Any:
     return value
 
 
-def _path_of(kind: type) -> tuple[str, str]:
-    """Returns the module and the qualified name of a class; raises ``TypeError`` if they lead to another object."""
+def _path_of(kind: type | types.FunctionType) -> tuple[str, str]:
+    """Returns the module and the qualified name of a class or function.
+
+    Raises:
+        TypeError: If they lead to another object.
+    """
     path = kind.__module__, kind.__qualname__
     try:
         at_path = _at_path(*path)
     except (AttributeError, KeyError):
         at_path = None
     if at_path is not kind:
-        raise TypeError(f"an object of the class {kind.__qualname__}, which is not at the top of its file,")
+        what = "an object of the class" if isinstance(kind, type) else "the function"
+        raise TypeError(f"{what} {kind.__qualname__}, which is not at the top of its file,")
     return path
 
 

@@ -18,6 +18,7 @@ import numpy
 from .containers import copied, kept_by, members, refill, values
 
 __all__ = [
+    "GONE",
     "MISSING",
     "Access",
     "Place",
@@ -41,6 +42,8 @@ class _Missing:
 
 
 MISSING = _Missing()
+GONE = (AttributeError, IndexError, KeyError, TypeError, ValueError)
+"""What can go wrong when a place is read that no longer exists."""
 
 
 class Access(NamedTuple):
@@ -137,13 +140,18 @@ def read(root: Any, place: Place) -> Any:
 
 
 def reader(root: Any) -> Callable[[Place], Any]:
-    """Returns :func:`read` for many places at one moment; what is on the way to several is read once."""
+    """Returns :func:`read` for many places at one moment; what is on the way to several is read once.
+
+    A place has :data:`MISSING` also if its owner is now of a kind that has no such places.
+    """
     met: dict[Place, Any] = {(): root}
 
     def read_once(place: Place) -> Any:
         if place not in met:
-            owner = read_once(place[:-1])
-            met[place] = owner if owner is MISSING else read(owner, place[-1:])
+            try:
+                met[place] = read(read_once(place[:-1]), place[-1:])
+            except GONE:
+                met[place] = MISSING
         return met[place]
 
     return read_once

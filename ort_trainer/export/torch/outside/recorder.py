@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import copy
 import enum
 import functools
 import gc
@@ -150,7 +151,8 @@ class Recorder:
         self._looked_up: set[int] = set()  # ids of classes and Python modules, of which these were recorded
         self._having: dict[str, dict[int, tuple[Any, Place]]] = {}  # a name -> those of them that have it, by id
         self._files: list[tuple[Place, Any, int]] = []  # each with its position when it was met
-        self._iterators: list[tuple[Place, Iterator[Any], str]] = []  # each with its text when it was met
+        self._counts: list[tuple[Place, Any, Any]] = []  # each with a copy from when it was met
+        self._read_iterators: dict[Place, None] = {}  # other iterators, and counts from which the run has taken numbers
         self._values: set[Place] = set()  # of tensors whose numbers were read
         self._listed: set[Place] = set()  # of the __dict__s whose keys were read
         # What is replaced for the time of the run.
@@ -344,18 +346,20 @@ class Recorder:
                 f"the run changes {described(place)!r}, an array or a context variable, which a graph can't do: keep a "
                 "tensor or a number in an attribute"
             )
-        for place, iterator, before in self._iterators:
-            # Functions that were met may not have been called. A count's text shows whether a number was taken.
-            if type(iterator) is itertools.count and repr(iterator) == before:
-                continue
-            raise ExportError(
-                f"the run reads the iterator {described(place)!r}, from which a graph can't take a value in each step: "
-                "take it before the step, and pass it as an input"
-            )
+        # Functions that were met may not have been called. A count's text shows whether a number was taken.
+        self._read_iterators |= {place: None for place, count, before in self._counts if repr(count) != repr(before)}
+        self._refuse_iterators()
         for name in self._copies.drawn():
             raise ExportError(
                 f"the run draws numbers from {name}, which would be the same in every step of a graph: draw them with "
                 "torch (torch.rand), or before the step and pass them as inputs"
+            )
+
+    def _refuse_iterators(self) -> None:
+        for place in self._read_iterators:
+            raise ExportError(
+                f"the run reads the iterator {described(place)!r}, from which a graph can't take a value in each step: "
+                "take it before the step, and pass it as an input"
             )
 
     def _flags_of_hooks(self) -> set[Place]:
@@ -520,6 +524,9 @@ class Recorder:
 
     def _restore(self) -> None:
         self._copies.restore()
+        for place, count, before in self._counts:
+            if repr(count) != repr(before):
+                write(self._root, place, before)
         for values in self._typed:
             del values["type"]
         for function, before in self._caches:
@@ -618,8 +625,11 @@ class Recorder:
             if isinstance(value, io.IOBase):  # what files hold is not watched
                 position = position_of(value)
                 self._files += [] if position is None else [(place, value, position)]
+            elif type(value) is itertools.count:
+                self._counts.append((place, value, copy.copy(value)))
             else:
-                self._iterators.append((place, value, repr(value) if type(value) is itertools.count else ""))
+                self._read_iterators[place] = None
+                self._refuse_iterators()  # before the run takes a value, which nothing could put back
         elif isinstance(value, MEMORIES):
             self._copies.add_memory(value, place)
             for step, part in parts_of(value):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import enum
+import functools
 import itertools
+import json
 import logging
 import math
 import os
@@ -23,6 +25,8 @@ from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm
 
 from ort_trainer import ExportError, ORTModule, ORTTrainer, ORTTrainerOptions, optim
+from ort_trainer.export.torch.outside.leftovers import decode, encode
+from ort_trainer.export.torch.outside.places import Access
 
 from ....helpers import assert_close, assert_same_weights
 from .programs import in_a_loop
@@ -449,6 +453,23 @@ class _Flags(enum.Flag):
     A = 1
     B = 2
     C = 4
+
+
+@pytest.mark.parametrize(
+    "value",
+    [slice(0, 2), range(3), b"ab", 3j, torch.strided, functools.partial(max, 2), (F.relu, {"at": torch.device("cpu")})],
+    ids=lambda value: type(value).__name__,
+)
+def test_constants_come_back_from_their_code(value: Any) -> None:
+    code = json.loads(json.dumps(encode(value, [], {id(max): (Access("get", "model"),)})))
+    again = decode(code, (), types.SimpleNamespace(model=max))
+    assert repr(again) == repr(value) and type(again) is type(value)
+
+
+def test_a_device_that_a_run_leaves() -> None:
+    model = Net(lambda net, h: (vars(net).update(device=h.device, at=slice(len(h))), h)[1])
+    trainer_of(model).train_step(X, Y)
+    assert model.device == X.device and model.at == slice(len(X))
 
 
 def test_combinations_of_flags() -> None:
