@@ -265,11 +265,13 @@ class Growing:
 
     Attributes:
         added: What was appended.
+        expression: Says where the list is.
     """
 
     def __init__(self, value: list[Any], place: Place, uses: Uses) -> None:
-        self._value, self._place, self._uses = value, place, uses
+        self._value, self._uses = value, uses
         self.added: list[Any] = []
+        self.expression: Expression = ["at", place]
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
@@ -288,7 +290,7 @@ class Growing:
         return self
 
     def _fixed(self) -> list[Any]:
-        self._uses.fixed.add(self._place)
+        self._uses.fixed.update(places_of(self.expression))
         return [*self._value, *self.added]
 
     def __len__(self) -> int:

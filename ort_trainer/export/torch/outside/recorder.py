@@ -153,8 +153,8 @@ class Recorder:
         self._files: list[tuple[Place, Any, int]] = []  # each with its position when it was met
         self._counts: list[tuple[Place, Any, Any]] = []  # each with a copy from when it was met
         self._read_iterators: dict[Place, None] = {}  # other iterators, and counts from which the run has taken numbers
-        self._values: set[Place] = set()  # of tensors whose numbers were read
-        self._listed: set[Place] = set()  # of the __dict__s whose keys were read
+        self._values: dict[Place, None] = {}  # of tensors whose numbers were read
+        self._listed: dict[Place, None] = {}  # of the __dict__s whose keys were read
         # What is replaced for the time of the run.
         self._classes: dict[type, Any] = {}  # class -> its own __getattribute__, or MISSING
         self._begun_with: dict[Place, Any] = {}  # what tables, settings and copies have replaced
@@ -180,7 +180,7 @@ class Recorder:
         for place, value in (*self.tables.items(), *self._settings.items(), *self.kept_apart.items()):
             self._begun_with.setdefault(place, read(self._root, place))
             write(self._root, place, value)
-        for place in self.numbers:
+        for place in sorted(self.numbers, key=described):
             value = read(self._root, place)
             if type(value) in (int, float, str):
                 self._numbers[place] = value
@@ -321,11 +321,12 @@ class Recorder:
                 values = attributes_of(owner)
             except AttributeError:  # it has slots only
                 continue
-            for name in self._names & values.keys() - OF_EVERY_MODULE:
+            for name in sorted(self._names & values.keys() - OF_EVERY_MODULE):
                 inner: Place = (*place, Access("attribute", name))
-                if inner in self.reads or inner in changed or inner in self._numbers or not is_plain(values[name]):
+                if inner in self.reads or inner in changed or inner in self._numbers:
                     continue
-                if any(name in assigned_in(code) for code in codes if name in names_of(code)):
+                is_constant = is_plain(values[name]) or callable(values[name])
+                if is_constant and any(name in assigned_in(code) for code in codes if name in names_of(code)):
                     self.reads[inner] = values[name]
 
     def _refuse_what_no_graph_does(self) -> None:
@@ -421,7 +422,7 @@ class Recorder:
     def value_read(self, tensor: torch.Tensor) -> None:
         """Ties the graph to the numbers in a tensor from outside; for a computed tensor, in all tensors met so far."""
         places = [place for other, place in self.outside().values() if other is tensor]
-        self._values.update(places or (place for _, place in self.outside().values()))
+        self._values.update(dict.fromkeys(places or (place for _, place in self.outside().values())))
         if not places:
             for expression, _ in self.uses.scalars:
                 self.uses.fixed.update(places_of(expression))
@@ -496,13 +497,13 @@ class Recorder:
         Args:
             used: Names of the tensors and expressions that are inputs of the graph.
         """
-        numbers = {place for place in self._numbers if place in self.reads or place[:-1] in self.reads}
+        numbers = {p: None for p in self._numbers if p in self.reads or p[:-1] in self.reads}
         fixed = [place for place in self.reads if place not in numbers or place in self.uses.fixed]
         kinds: list[tuple[Expression, Any]]
         kinds = [(["type", ["at", place]], type(self._numbers[place]).__name__) for place in numbers]
         # Of a container with such numbers, the other parts count.
-        in_containers = {place[:-1] for place in numbers if place[-1].kind in ("item", "entry", "key")}
-        for place in in_containers & set(fixed):
+        in_containers = {place[:-1]: None for place in numbers if place[-1].kind in ("item", "entry", "key")}
+        for place in filter(fixed.__contains__, in_containers):
             fixed.remove(place)
             kinds.append((["keys", place], None))
             parts = [(*place, Access(*step)) for step, _ in parts_of(self.reads[place])]
@@ -754,13 +755,13 @@ class Recorder:
         names, optional = names_of(code), optional_in(code)
         new = names - self._names
         self._names |= names
-        having = {key: entry for name in new for key, entry in self._having.get(name, {}).items()}
+        having = {key: entry for name in sorted(new) for key, entry in self._having.get(name, {}).items()}
         for known, of_known in having.values():
             self._meet_names(known, of_known, new, data_only=True)
         if self._numbers and "type" in names and "type" not in values:
             values["type"] = TypeOf
             self._typed.append(values)
-        for name in names:
+        for name in sorted(names):
             if name not in values and hasattr(builtins, name):
                 continue
             is_data = name in values and not isinstance(values[name], (types.ModuleType, types.FunctionType, type))
@@ -773,7 +774,7 @@ class Recorder:
                 self._meet_names(values[name], inner, names | _CALLED_LATER, optional)
             elif name in optional and name in globals_of(code):
                 self._record_if_old(values, name, place, MISSING, kind)
-        for name in imports_of(code, values):
+        for name in sorted(imports_of(code, values)):
             self._meet_names(sys.modules[name], (*place, Access("module", name)), names, optional)
 
     def _meet_names(
@@ -795,14 +796,14 @@ class Recorder:
         """
         if isinstance(value, (type, types.ModuleType, types.FunctionType)):
             room = value.__name__ if isinstance(value, types.ModuleType) else value.__module__
-            for name in optional if is_users(room) else ():
+            for name in sorted(optional) if is_users(room) else ():
                 if inspect.getattr_static(value, name, MISSING) is MISSING:
                     self._record((*place, Access("get" if isinstance(value, type) else "attribute", name)), MISSING)
         if isinstance(value, types.ModuleType):
             of_user = is_users(value.__name__)
             if value.__name__.partition(".")[0] in LIBRARIES:
                 return
-            for name in names & vars(value).keys():
+            for name in sorted(names & vars(value).keys()):
                 part = vars(value)[name]
                 is_new = (id(value), name) not in self._of_classes
                 if is_new and (
@@ -814,12 +815,14 @@ class Recorder:
                     self._record_if_old(vars(value), name, place, part)
         elif isinstance(value, types.FunctionType):
             self._copies.add_attributes(vars(value), place)
-            for name in names & vars(value).keys():
+            for name in sorted(names & vars(value).keys()):
                 self._record_if_old(vars(value), name, place, vars(value)[name])
         elif isinstance(value, type):
             for base, of_base in self._with_bases(value, place):
                 self._copies.add_class(base, of_base)
-                for name in names & vars(base).keys() - {"__getattribute__"}:  # that is ours, for the time of the run
+                for name in sorted(
+                    names & vars(base).keys() - {"__getattribute__"}
+                ):  # that is ours, for the time of the run
                     part = vars(base)[name]
                     function = part.__func__ if type(part) in (classmethod, staticmethod) else part
                     function = part.fget if type(part) is property else function
@@ -865,8 +868,12 @@ class Recorder:
             return
         if place not in self.reads:
             if type(value) in (Number, Growing):
-                if place in self._numbers:  # otherwise one of these is met again on another way
-                    self.reads[place] = self._numbers[place]
+                for own in (place,) if place in self._numbers else places_of(value.expression):
+                    self.reads.setdefault(own, self._numbers[own])
+                    if (
+                        own != place
+                    ):  # met on another way, which may lead elsewhere later: the owners' places count, too
+                        self._record(own[:-1], read(self._root, own[:-1]))
                 return
             self.reads[place] = value
             self._meet(value, place)
@@ -895,7 +902,7 @@ class Recorder:
         if name.startswith("__") and name != "__dict__" and not kept:
             return
         if name == "__dict__":
-            self._listed.add((*place, Access("get", name)))
+            self._listed[(*place, Access("get", name))] = None
             for key, entry in list(values.items()):
                 if key in OF_EVERY_MODULE:
                     continue
