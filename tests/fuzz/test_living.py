@@ -157,6 +157,7 @@ def test_what_was_wrong_once(case: Case) -> None:
         pytest.param(19000245, "equal", id="a function with attributes that a builtin function replaces"),
         pytest.param(22000089, "equal", id="a number on two ways, of which one leads elsewhere later"),
         pytest.param(22000602, "equal", id="a function that the run puts where it was"),
+        pytest.param(23000224, "refused", id="a view that the run puts into a slot and reads again"),
         pytest.param(14000324, "equal", id="a power that is a float"),
         pytest.param(17000092, "refused", id="an object in a context variable that the run replaces"),
         pytest.param(17000191, "equal", id="what the run has put there before another function is met"),

@@ -352,7 +352,11 @@ def _add_contents(condition: Condition, value: Any) -> None:
     elif isinstance(value, numpy.ndarray) and value.nbytes > LARGE:
         condition.add(f"{condition.name(_Seldom(value))}()")
     elif isinstance(value, (*MEMORIES, functools._lru_cache_wrapper)):
-        condition.add(f"frozen({condition.name(value)}) == {condition.name(frozen(value))}")
+        is_same = f"frozen({condition.name(value)}) == {condition.name(frozen(value))}"
+        if isinstance(value, functools._lru_cache_wrapper) and not any(parts_of(value)):  # so it has just to stay so
+            counts = tuple(value.cache_info()[1:])
+            is_same = f"({condition.name(value)}.cache_info()[1:] == {counts} or {is_same})"
+        condition.add(is_same)
     for _, part in parts_of(value):
         _add_contents(condition, part)
 

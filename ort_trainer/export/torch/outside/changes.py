@@ -72,7 +72,7 @@ class Copies:
         self._memories: dict[int, tuple[Place, Any, Any]] = {}
         self._globals: dict[tuple[int, str], tuple[Place, dict[str, Any], Any]] = {}
         self._cells: dict[int, tuple[Place, Any, Any]] = {}
-        self._slots: list[tuple[Place, Any, str, Any]] = []
+        self._slots: dict[tuple[int, str], tuple[Place, Any, Any]] = {}
         self._parts: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._hooks: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._tensors: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -93,12 +93,12 @@ class Copies:
             for name in (slots,) if isinstance(slots, str) else slots:
                 if name.startswith("__") and not name.endswith("__"):  # private to its class
                     name = f"_{base.__name__.lstrip('_')}{name}"
-                self._slots.append((place, owner, name, _slot(owner, name)))
+                self._slots.setdefault((id(owner), name), (place, owner, _slot(owner, name)))
 
     def add_function(self, function: types.FunctionType, place: Place) -> None:
         """Copies what a function has besides its ``__dict__``."""
         for name in ("__code__", "__defaults__", "__kwdefaults__"):
-            self._slots.append((place, function, name, getattr(function, name)))
+            self._slots.setdefault((id(function), name), (place, function, getattr(function, name)))
 
     def add_parts(self, values: dict[str, Any]) -> None:
         """Copies the dicts of submodules, parameters, buffers and hooks in a module's ``__dict__``."""
@@ -136,10 +136,17 @@ class Copies:
         """Remembers a variable of a closure, and returns what it held before the run."""
         return self._cells.setdefault(id(cell), (place, cell, in_cell(cell)))[2]
 
-    def is_old(self, owner: dict[str, Any] | type, name: str, value: Any) -> bool:
-        """Returns whether a value in an object's ``__dict__``, a class or global variables is from before the run."""
-        if (id(owner), name) in self._globals:
-            return self._globals[id(owner), name][2] is value
+    def is_old(self, owner: Any, name: str, value: Any) -> bool:
+        """Returns whether a value is from before the run.
+
+        Args:
+            owner: Has it: an object's ``__dict__``, or the object for its slots, a class, or global variables.
+            name: The name of the attribute or variable.
+            value: The value.
+        """
+        for copies in (self._globals, self._slots):
+            if (id(owner), name) in copies:
+                return copies[id(owner), name][2] is value
         entry = self._classes.get(id(owner)) or self._attributes.get(id(owner))
         return entry is None or entry[2].get(name, MISSING) is value
 
@@ -188,7 +195,7 @@ class Copies:
                 now, old = vars(kind).get(key, MISSING), before.get(key, MISSING)
                 if now is not old and not key.startswith("__") and not key.startswith("_abc_"):
                     yield Change((*place, Access("attribute", key)), now, old, functools.partial(_set, kind, key))
-        for place, owner, name, old in self._slots:
+        for (_, name), (place, owner, old) in self._slots.items():
             now = _slot(owner, name)
             if now is not old:
                 yield Change((*place, Access("get", name)), now, old, functools.partial(_set, owner, name))

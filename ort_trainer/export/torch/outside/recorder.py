@@ -141,6 +141,7 @@ class Recorder:
         self._output: dict[str, None] = {}
         # What the run has met, so that it is recorded once.
         self._met: dict[int, tuple[Any, Place]] = {}  # id of an object -> the object, and its first place
+        self._made: dict[int, Any] = {}  # what the run has made and put outside, by id
         self._seen: set[tuple[int, str]] = set()  # ids of objects, with attributes that were read of them
         self._foreign: set[int] = set()  # ids of modules that are not parts of the model
         self._of_classes: set[tuple[int, str]] = set()  # ids of classes and Python modules, with attributes recorded
@@ -567,7 +568,7 @@ class Recorder:
         """Takes note of an object that the run may read from or change."""
         if value is MISSING or type(value) is Growing or (is_plain(value) and not isinstance(value, type)):
             return
-        if value is sys.modules:  # the modules that code reads are met at their names
+        if value is sys.modules or id(value) in self._made:  # the modules that code reads are met at their names
             return
         if isinstance(value, torch.Tensor):
             if type(value) in (torch.Tensor, nn.Parameter):  # not one that stands for a parameter during a capture
@@ -910,7 +911,7 @@ class Recorder:
         elif values is not None and name in values:
             self._record_if_old(values, name, place, values[name])
         elif isinstance(of_type, types.MemberDescriptorType) and not isinstance(owner, nn.Module):
-            self._record((*place, Access("get", name)), value)
+            self._record_if_old(owner, name, place, value, "get")
         elif of_type is not MISSING:
             of_user = any(name in vars(base) for base in type(owner).__mro__ if is_users(base.__module__))
             if of_user or name == "forward" or not callable(of_type):
@@ -931,12 +932,14 @@ class Recorder:
         else:  # what a __getattr__ or __getattribute__ makes, such as a config's other names
             self._record((*place, Access("get", name)), value)
 
-    def _record_if_old(
-        self, owner: dict[str, Any] | type | None, name: str, place: Place, value: Any, kind: str = "attribute"
-    ) -> None:
+    def _record_if_old(self, owner: Any, name: str, place: Place, value: Any, kind: str = "attribute") -> None:
         """Records an attribute or a global variable, unless this run has assigned it."""
-        if owner is not None and self._copies.is_old(owner, name, value):
+        if owner is None:
+            return
+        if self._copies.is_old(owner, name, value):
             self._record((*place, Access(kind, name)), value)
+        elif not any(id(value) in known for known in (self._met, self._looked_up, self.tensors)):
+            self._made[id(value)] = value
 
     def _watch_class(self, kind: type) -> bool:
         """Takes notes of what is read of the objects of a class; returns False if that is impossible."""
