@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import gc
 import sys
 import types
 from collections import OrderedDict, defaultdict, deque
@@ -18,6 +19,7 @@ from torch import nn
 from .containers import copied
 from .numbers import Expression, Number, evaluate
 from .places import MISSING, Place, put, read
+from .values import VIEWS
 
 __all__ = ["Code", "Leftovers", "decode", "encode"]
 
@@ -35,10 +37,13 @@ _ARGUMENTS: dict[type, Callable[[Any], tuple[Any, ...]]] = {
     bytearray: lambda value: (list(value),),
     torch.device: lambda value: (str(value),),
     functools.partial: lambda value: (value.func, value.args, value.keywords),
+    # Views refer to their dict, which may be one from outside.
+    **{kind: lambda value: (*gc.get_referents(value),) for kind in (types.MappingProxyType, *VIEWS)},
 }
 """What objects are made of again."""
 _MAKERS: dict[str, Any] = {kind.__name__: kind for kind in _ARGUMENTS} | {
-    "partial": lambda function, args, keywords: functools.partial(function, *args, **keywords)
+    "partial": lambda function, args, keywords: functools.partial(function, *args, **keywords),
+    **{kind.__name__: getattr(dict, kind.__name__.removeprefix("dict_")) for kind in VIEWS},
 }
 _NAMED_IN_TORCH = (torch.dtype, torch.layout, torch.memory_format)
 

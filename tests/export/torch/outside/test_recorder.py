@@ -457,7 +457,10 @@ class _Flags(enum.Flag):
 
 @pytest.mark.parametrize(
     "value",
-    [slice(0, 2), range(3), b"ab", 3j, torch.strided, functools.partial(max, 2), (F.relu, {"at": torch.device("cpu")})],
+    [
+        *(slice(0, 2), range(3), b"ab", 3j, torch.strided, functools.partial(max, 2)),
+        *((F.relu, {"at": torch.device("cpu")}), types.MappingProxyType({"a": 1}), {"a": 1}.values()),
+    ],
     ids=lambda value: type(value).__name__,
 )
 def test_constants_come_back_from_their_code(value: Any) -> None:
