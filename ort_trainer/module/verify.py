@@ -93,7 +93,7 @@ class CallVerifier:
         if self._mode is not self._module.training:
             self._mode = self._module.training
             turns.expect()
-        if not turns.is_due(id(graphs), graphs.passes.step):
+        if not turns.is_due(graphs.passes.step):
             return graphs.result(call(values), values)
         began, taken, number = time.perf_counter(), list(values), turns.number  # a copy: the call adds random inputs
         with torch.inference_mode(False):
@@ -108,14 +108,14 @@ class CallVerifier:
                 eager.check_constants(graphs.results(tensors[:count]))
         except VerificationError as error:
             if turns.is_automatic and error.__cause__ is not None:
-                turns.give_up(id(graphs), error)
+                turns.give_up(graphs.passes.step, error)
             else:
                 eager.put_back(taken)
                 raise
         except BaseException:
             eager.put_back(taken)
             raise
-        turns.passed(id(graphs), began)
+        turns.passed(graphs.passes.step, began)
         return graphs.result(tensors, taken)
 
     def _check_gradients(

@@ -62,7 +62,7 @@ class StepVerifier:
             step is not compared.
         """
         turns = self._turns
-        if not turns.is_due(id(step), step):
+        if not turns.is_due(step):
             return None
         state = executor.generator.get_state()
 
@@ -76,7 +76,7 @@ class StepVerifier:
                     "not taken: weights, gradients, buffers and counters are unchanged, so you can save a checkpoint. "
                     f"{last}{WHY_DIFFERENT}"
                 )
-            turns.passed(id(step), began)
+            turns.passed(step, began)
 
         return check
 
@@ -104,7 +104,7 @@ class StepVerifier:
             theirs = repeat()
         except Exception as error:
             if turns.is_automatic:
-                turns.give_up(id(step), error)
+                turns.give_up(step, error)
                 return ""
             raise not_run(f"step {number}", error) from error
         numbers = self._graphs.numbers_left(step)

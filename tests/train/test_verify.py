@@ -131,29 +131,32 @@ def test_comparisons_are_silent(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_which_steps_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    now, step = [0.0], Step(kind="training", inputs=(), outputs=(), loss="", state={})
+    now = [0.0]
+    steps = [Step(kind="training", inputs=(), outputs=(), loss="", state={}) for _ in range(2)]
     monkeypatch.setattr("ort_trainer.export.torch.verification.time.perf_counter", lambda: now[0])
 
-    def compared(count: int, seconds: float, expected: Sequence[int] = (), graph: str = "") -> list[int]:
+    def compared(count: int, seconds: float, expected: Sequence[int] = (), at: int = 0) -> list[int]:
         found = []
         for _ in range(count):
             if turns.number in expected:
                 turns.expect()
             now[0] += 1.0
-            is_due, began = turns.is_due(graph, step), now[0]
+            is_due, began = turns.is_due(steps[at]), now[0]
             if is_due:
                 found.append(turns.number)
                 now[0] += seconds
-                turns.passed(graph, began)
+                turns.passed(steps[at], began)
         return found
 
     turns = verification.Verification("auto")
     found = compared(5000, 2.0)
     assert found[:7] == [1, 2, 4, 8, 16, 32, 64] and max(np.diff(found)) <= 260
     assert sum(number > 100 for number in found) * 2.0 <= 0.01 * 5000, "a hundredth of the time"
-    assert compared(2, 2.0, graph="another")[0] == 5001
+    assert compared(2, 2.0, at=1)[0] == 5001
     found = compared(2000, 0.01, expected=[6000, 6500])
     assert {6000, 6500} <= set(found)
+    steps[1] = dataclasses.replace(steps[1])
+    assert compared(1, 2.0, at=1) == [turns.last], "the first run of a graph that is made anew"
     turns = verification.Verification("auto")
     assert compared(3000, 20.0)[7:] == [2101]
     turns = verification.Verification(3)

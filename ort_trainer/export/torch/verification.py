@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import logging
 import math
 import threading
 import time
 import warnings
-from collections.abc import Callable, Hashable, Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -55,8 +57,7 @@ class Verification:
         self.is_automatic = every == "auto"
         self._every = 0 if isinstance(every, str) else every
         self.last, self.has_renewed = 0, False
-        self._count, self._of_graph = 0, dict[Hashable, int]()
-        self._unable: set[Hashable] = set()
+        self._count, self._of_step = 0, dict[int, _Runs]()  # by id
         self._is_expected, self._expected_at = False, 0
         self._began, self._spent, self._last_cost = 0.0, 0.0, 0.0
 
@@ -66,23 +67,21 @@ class Verification:
         return self._count + 1
 
     def renew(self) -> None:
-        """Begins anew with graphs that are made anew, which may have the keys of former ones."""
+        """Notes that graphs are made anew."""
         self.has_renewed = True
-        self._of_graph.clear()
-        self._unable.clear()
 
     def expect(self) -> None:
         """Has the next run repeated, as something was changed that graphs may depend on."""
         self._is_expected = True
 
-    def is_due(self, graph: Hashable, step: Step) -> bool:
-        """Returns whether the next run, which is one of a graph, is to be repeated; counts it if not.
+    def is_due(self, step: Step) -> bool:
+        """Returns whether the next run of a graph is to be repeated; counts it if not.
 
         Args:
-            graph: The graph.
-            step: What it computes, or its forward pass.
+            step: What the graph computes, or its forward pass.
         """
-        runs = self._of_graph.get(graph, 0) + 1
+        of_step = self._runs_of(step)
+        runs = of_step.count + 1
         if self.is_automatic:
             now, is_early, is_power = time.perf_counter(), self._count < _FIRST, runs & (runs - 1) == 0
             if self._count in (0, _FIRST):
@@ -91,33 +90,47 @@ class Verification:
             affords = (now - self._began) * _COSTS[not is_early] >= self._spent + self._last_cost
             is_due = runs == 1 or (is_early and is_power) or (self._is_expected and affords)
             # Processes have clocks and memory of their own: one that repeats a step alone would wait for the others.
-            if is_due and (graph in self._unable or has_users_operators() or _communicates(step)):
-                self._unable.add(graph)
-                is_due = False
+            if is_due and (not of_step.can_be_repeated or has_users_operators() or _communicates(step)):
+                of_step.can_be_repeated = is_due = False
         else:
             is_due = (self._count + 1) % self._every == 0
         if not is_due:
             self._count += 1
-            self._of_graph[graph] = runs
+            of_step.count = runs
         return is_due
 
-    def passed(self, graph: Hashable, began: float) -> None:
+    def passed(self, step: Step, began: float) -> None:
         """Counts a run that was repeated and is valid.
 
         Args:
-            graph: Its graph.
+            step: What its graph computes.
             began: When its repetition began; see ``time.perf_counter``.
         """
         self._count += 1
-        self._of_graph[graph] = self._of_graph.get(graph, 0) + 1
+        self._runs_of(step).count += 1
         self.last, self._is_expected, self._expected_at = self._count, False, self._count
         self._last_cost = time.perf_counter() - began
         self._spent += self._last_cost
 
-    def give_up(self, graph: Hashable, error: Exception) -> None:
+    def give_up(self, step: Step, error: Exception) -> None:
         """Repeats no further runs of a graph, as PyTorch raises an error."""
         _log.info("runs are not compared with PyTorch, which can't run them: %s", error)
-        self._unable.add(graph)
+        self._runs_of(step).can_be_repeated = False
+
+    def _runs_of(self, step: Step) -> _Runs:
+        runs = self._of_step.get(id(step))
+        if runs is None or runs.step() is not step:  # one that is gone may have had this address
+            runs = self._of_step[id(step)] = _Runs(weakref.ref(step))
+        return runs
+
+
+@dataclasses.dataclass
+class _Runs:
+    """How often a graph has run, and whether PyTorch can repeat it."""
+
+    step: weakref.ref[Step]
+    count: int = 0
+    can_be_repeated: bool = True
 
 
 def _communicates(step: Step) -> bool:
