@@ -12,6 +12,22 @@ from .lot import drawn
 
 _CACHED = "R0 = 0.5\n@functools.lru_cache\ndef get0(): return R0"
 _FOUND = {
+    "an attribute of a member of an enum": Case(
+        lines=(("forward", "h = h * E0.A.r; E0.A.r += 1"),),
+        changes=((2, "E0.A.r = 2.5"),),
+        before=("class E0(enum.Enum): A = 1\nE0.A.r = 0.5",),
+        shown=("E0.A.r",),
+    ),
+    **{
+        f"a mode that a run changes, {way}": Case(
+            lines=(("forward", "self.d0.training = not self.d0.training; h = h * (2.5 if self.d0.training else 0.5)"),),
+            changes=((2, "net.d0.eval()"),),
+            init=(("net", "self.d0 = nn.Dropout(0.0)"),),
+            shown=("net.d0.training",),
+            way=way,
+        )
+        for way in ("trainer", "module")
+    },
     "a default that a run replaces": Case(
         lines=(("forward", "h = h * get0()"), ("forward", "get0.__defaults__ = (h.detach().mean(),)")),
         before=("def get0(r=1.5): return r",),

@@ -188,7 +188,7 @@ class Copies:
         for place, values, before in self._attributes.values():
             for key in dict.fromkeys((*before, *values)):
                 now, old = values.get(key, MISSING), before.get(key, MISSING)
-                if now is not old and key not in OF_EVERY_MODULE:
+                if now is not old and key not in OF_EVERY_MODULE - {"training"}:
                     yield Change((*place, Access("attribute", key)), now, old, functools.partial(_assign, values, key))
         for place, kind, before in self._classes.values():
             for key in dict.fromkeys((*before, *vars(kind))):

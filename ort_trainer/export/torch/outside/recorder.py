@@ -151,6 +151,7 @@ class Recorder:
         self._names: set[str] = set()  # names of globals and attributes in the code of all functions
         self._looked_up: set[int] = set()  # ids of classes and Python modules, of which these were recorded
         self._having: dict[str, dict[int, tuple[Any, Place]]] = {}  # a name -> those of them that have it, by id
+        self._asked: list[tuple[Place, torch.Tensor, bool]] = []  # parameters and buffers with their requires_grad
         self._files: list[tuple[Place, Any, int]] = []  # each with its position when it was met
         self._counts: list[tuple[Place, Any, Any]] = []  # each with a copy from when it was met
         self._read_iterators: dict[Place, None] = {}  # other iterators, and counts from which the run has taken numbers
@@ -191,6 +192,8 @@ class Recorder:
                 self._growing[place] = Growing(value, place, self.uses)
                 write(self._root, place, self._growing[place])
         self._watch_class(nn.Module)
+        present = [(place, read(self._root, place)) for place, _ in self._parameters]
+        self._asked = [(place, tensor, tensor.requires_grad) for place, tensor in present if tensor is not MISSING]
         try:
             for name, module in self._root.named_modules():
                 if name:
@@ -342,6 +345,12 @@ class Recorder:
                 raise ExportError(
                     f"the run changes {described(place)!r} in torch.utils.checkpoint, so PyTorch changes it again in "
                     "the backward pass, which a graph can't do: change it outside of the part that is checkpointed"
+                )
+        for place, tensor, requires_grad in self._asked:
+            if tensor.requires_grad is not requires_grad:
+                raise ExportError(
+                    f"the run changes requires_grad of {described(place)!r}, which a graph can't do: change it before "
+                    "the step"
                 )
         for place in self._copies.changed_memory():
             raise ExportError(
@@ -526,6 +535,9 @@ class Recorder:
 
     def _restore(self) -> None:
         self._copies.restore()
+        for _, tensor, requires_grad in self._asked:
+            if tensor.requires_grad is not requires_grad:
+                tensor.requires_grad_(requires_grad)
         for place, count, before in self._counts:
             if repr(count) != repr(before):
                 write(self._root, place, before)
@@ -566,6 +578,10 @@ class Recorder:
 
     def _meet(self, value: Any, place: Place) -> None:
         """Takes note of an object that the run may read from or change."""
+        if isinstance(value, enum.Enum) and is_users(type(value).__module__):
+            self._copies.add_attributes(attributes_of(value), place)
+            for name, part in list(attributes_of(value).items()):
+                self._record((*place, Access("attribute", name)), part)
         if value is MISSING or type(value) is Growing or (is_plain(value) and not isinstance(value, type)):
             return
         if value is sys.modules or id(value) in self._made:  # the modules that code reads are met at their names
@@ -578,6 +594,9 @@ class Recorder:
         if isinstance(value, (types.ModuleType, type)):
             if id(value) not in self._looked_up:
                 self._looked_up.add(id(value))
+                if isinstance(value, enum.EnumMeta):
+                    for name in value.__members__:
+                        self._meet(value[name], (*place, Access("get", name)))
                 for owner, of_owner in self._with_bases(value, place):
                     for name in vars(owner):
                         self._having.setdefault(name, {})[id(owner)] = owner, of_owner

@@ -59,6 +59,10 @@ def trainer_of(model: nn.Module, loss_fn: Any = F.cross_entropy) -> ORTTrainer:
 
 
 REFUSED: list[tuple[Net, str]] = [
+    (
+        Net(lambda net, h: [h, net.fc.bias.requires_grad_(False)][0]),
+        "changes requires_grad of 'fc.bias'",
+    ),
     (Net(lambda net, h: h * next(net.steps), steps=itertools.count(1)), "reads the iterator 'steps'"),
     (Net(lambda net, h: h * net.draw.random(), draw=random.Random(0)), "draws numbers from 'draw'"),
     (Net(lambda net, h: h * net.draw.random(), draw=np.random.default_rng(0)), "draws numbers from 'draw'"),
