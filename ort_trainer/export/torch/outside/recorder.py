@@ -346,12 +346,11 @@ class Recorder:
                     f"the run changes {described(place)!r} in torch.utils.checkpoint, so PyTorch changes it again in "
                     "the backward pass, which a graph can't do: change it outside of the part that is checkpointed"
                 )
-        for place, tensor, requires_grad in self._asked:
-            if tensor.requires_grad is not requires_grad:
-                raise ExportError(
-                    f"the run changes requires_grad of {described(place)!r}, which a graph can't do: change it before "
-                    "the step"
-                )
+        for place, _, _ in self._with_other_requires_grad():
+            raise ExportError(
+                f"the run changes requires_grad of {described(place)!r}, which a graph can't do: change it before the "
+                "step"
+            )
         for place in self._copies.changed_memory():
             raise ExportError(
                 f"the run changes {described(place)!r}, an array or a context variable, which a graph can't do: keep a "
@@ -365,6 +364,11 @@ class Recorder:
                 f"the run draws numbers from {name}, which would be the same in every step of a graph: draw them with "
                 "torch (torch.rand), or before the step and pass them as inputs"
             )
+
+    def _with_other_requires_grad(self) -> list[tuple[Place, torch.Tensor, bool]]:
+        """Returns the parameters whose ``requires_grad`` the run has set, each with what it was."""
+        # A buffer that is changed in place gets a history instead, and is no leaf any more.
+        return [entry for entry in self._asked if entry[1].requires_grad is not entry[2] and entry[1].is_leaf]
 
     def _refuse_iterators(self) -> None:
         for place in self._read_iterators:
@@ -535,9 +539,8 @@ class Recorder:
 
     def _restore(self) -> None:
         self._copies.restore()
-        for _, tensor, requires_grad in self._asked:
-            if tensor.requires_grad is not requires_grad:
-                tensor.requires_grad_(requires_grad)
+        for _, tensor, requires_grad in self._with_other_requires_grad():
+            tensor.requires_grad_(requires_grad)
         for place, count, before in self._counts:
             if repr(count) != repr(before):
                 write(self._root, place, before)
@@ -840,9 +843,8 @@ class Recorder:
         elif isinstance(value, type):
             for base, of_base in self._with_bases(value, place):
                 self._copies.add_class(base, of_base)
-                for name in sorted(
-                    names & vars(base).keys() - {"__getattribute__"}
-                ):  # that is ours, for the time of the run
+                # __getattribute__ is ours, for the time of the run.
+                for name in sorted(names & vars(base).keys() - {"__getattribute__"}):
                     part = vars(base)[name]
                     function = part.__func__ if type(part) in (classmethod, staticmethod) else part
                     function = part.fget if type(part) is property else function
@@ -890,9 +892,7 @@ class Recorder:
             if type(value) in (Number, Growing):
                 for own in (place,) if place in self._numbers else places_of(value.expression):
                     self.reads.setdefault(own, self._numbers[own])
-                    if (
-                        own != place
-                    ):  # met on another way, which may lead elsewhere later: the owners' places count, too
+                    if own != place:  # met on another way, which may lead elsewhere later
                         self._record(own[:-1], read(self._root, own[:-1]))
                 return
             self.reads[place] = value
