@@ -89,7 +89,7 @@ def test_a_wrong_gradient_of_an_onnx_graph(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_stale_setting(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(Reads, "variant", lambda self, structure: structure)
-    monkeypatch.setattr(Verification, "is_due", lambda self, graph, step: False)
+    monkeypatch.setattr(Verification, "is_due", lambda self, step: False)
     text = _fails(SETTING, "wrong", tmp_path)
     assert "model.v = " in text and "LayerNorm" not in text
 
