@@ -21,6 +21,7 @@ import logging
 import os
 import random
 import resource
+import signal
 import sys
 import time
 import warnings
@@ -89,9 +90,9 @@ def state():
 """
 
 
-def judge(name: str, seed: int) -> None:
+def judge(name: str, seed: int, seconds: int) -> None:
     """Prints the outcome of each variant of a type as a line of JSON, from a process of its own."""
-    resource.setrlimit(resource.RLIMIT_CPU, (SECONDS,) * 2)
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 5))
     resource.setrlimit(resource.RLIMIT_AS, (GIGABYTES << 30,) * 2)
     warnings.simplefilter("ignore")
     logging.disable(logging.CRITICAL)
@@ -117,15 +118,16 @@ def judge(name: str, seed: int) -> None:
 _ENVIRONMENT = {"ORT_TRAINER_EXPORT_IN_PROCESS": "1", "ORT_TRAINER_PROGRESS": "0", "ORT_TRAINER_CACHE": "off"}
 
 
-def outcomes_of(name: str, seed: int) -> dict[str, dict[str, list[str]]]:
+def outcomes_of(name: str, seed: int, seconds: int) -> dict[str, dict[str, list[str]]]:
     """Returns variant -> way -> kind of outcome, its text, the place of an error, and the speed relative to eager."""
-    call = processes.Call(judge, (name, seed), {**os.environ, **_ENVIRONMENT, "OMP_NUM_THREADS": "1"})
+    call = processes.Call(judge, (name, seed, seconds), {**os.environ, **_ENVIRONMENT, "OMP_NUM_THREADS": "1"})
     (ended,) = processes.run([call], 5 * SECONDS)  # on a busy machine
     lines = [json.loads(line) for line in ended.output.splitlines() if line.startswith('{"')]
     found = dict(itertools.chain(*(line.items() for line in lines)))
     if ended.code != 0:
         last = (ended.output.strip().splitlines() or ["no output"])[-1]
-        found["its process"] = {"case": ["crash", f"ended with {ended.code}, of {SECONDS} s: {last[:200]}", "", ""]}
+        kind = "dropped" if ended.code == -signal.SIGXCPU and seconds < SECONDS else "crash"
+        found["its process"] = {"case": [kind, f"ended with {ended.code}, of {seconds} s: {last[:200]}", "", ""]}
     return found
 
 
@@ -142,22 +144,26 @@ def draws(seed: int) -> Iterator[str]:
 class Survey:
     """The outcomes of the types that were drawn.
 
-    Attributes:
+    Args:
         seed: Of weights and data.
+        seconds: The processor time of a type; one that takes more is a failure only at the default.
+
+    Attributes:
+        seed: As given.
         counts: (way, kind of outcome) -> number of trainings.
         failures: Lines of types that are wrong, or stop without a way out.
     """
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, seconds: int = SECONDS) -> None:
         self.counts: collections.Counter[tuple[str, str]] = collections.Counter()
         self.failures: list[str] = []
         self.types = 0
-        self.seed = seed
+        self.seed, self._seconds = seed, seconds
 
     def take(self, name: str) -> str:
         """Trains a type, and returns its line."""
         start, parts = time.monotonic(), []
-        outcomes = outcomes_of(name, self.seed)
+        outcomes = outcomes_of(name, self.seed, self._seconds)
         is_type = any(way in WAYS for variant in outcomes.values() for way in variant) or "its process" in outcomes
         self.types += is_type
         for variant, ways in outcomes.items():

@@ -80,9 +80,7 @@ class Verification:
         Args:
             step: What the graph computes, or its forward pass.
         """
-        of_step = self._of_step.get(id(step))
-        if of_step is None or of_step.step() is not step:  # one that is gone may have had this address
-            of_step = self._of_step[id(step)] = _Runs(weakref.ref(step))
+        of_step = self._runs_of(step)
         runs = of_step.count + 1
         if self.is_automatic:
             now, is_early, is_power = time.perf_counter(), self._count < _FIRST, runs & (runs - 1) == 0
@@ -109,7 +107,7 @@ class Verification:
             began: When its repetition began; see ``time.perf_counter``.
         """
         self._count += 1
-        self._of_step[id(step)].count += 1
+        self._runs_of(step).count += 1
         self.last, self._is_expected, self._expected_at = self._count, False, self._count
         self._last_cost = time.perf_counter() - began
         self._spent += self._last_cost
@@ -117,7 +115,14 @@ class Verification:
     def give_up(self, step: Step, error: Exception) -> None:
         """Repeats no further runs of a graph, as PyTorch raises an error."""
         _log.info("runs are not compared with PyTorch, which can't run them: %s", error)
-        self._of_step[id(step)].can_be_repeated = False
+        self._runs_of(step).can_be_repeated = False
+
+    def _runs_of(self, step: Step) -> _Runs:
+        # A run that was due may end with the graph of another branch, or with one that was made anew.
+        of_step = self._of_step.get(id(step))
+        if of_step is None or of_step.step() is not step:  # one that is gone may have had this address
+            of_step = self._of_step[id(step)] = _Runs(weakref.ref(step))
+        return of_step
 
 
 @dataclasses.dataclass
