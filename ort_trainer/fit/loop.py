@@ -151,7 +151,6 @@ class _Fit:
         with self.trainer.join(lambda: {_KEY: self.place(), **self.position.share()}):
             self.position.begin_epoch()
             self.call("on_train_epoch_start")
-            self.trainer.loop.verify_next()  # callbacks and data sets change settings here
             state.begin_clock()
             try:
                 for batch in self.position.load():

@@ -70,7 +70,7 @@ class CallVerifier:
         if self._turns.has_renewed:
             self.error = error
             return True
-        self._turns.renew()
+        self._turns.has_renewed = True
         warn(f"{error}\nThe graphs are made anew, once. If that helps, something has changed that is not watched")
         renew()
         return True

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, SequentialSampler
 
+from ..core import epochs
 from ..core.errors import CheckpointError, shown
 from ..train.state import copied
 
@@ -130,6 +131,7 @@ class Position:
         self.begin_epoch()
         self._begun, self._used = False, True
         set_epoch(loader, self.epoch - 1)
+        epochs.begin()
         rest = self._begin_with(loader_state) if loader_state is not None else iter(loader)
         for number in range(done if loader_state is None else 0):
             if next(rest, _END) is _END:

@@ -42,7 +42,7 @@ class StepVerifier:
         """Returns whether graphs are made anew after a first difference, which this says in a warning."""
         if not self._turns.is_automatic or self._turns.has_renewed:
             return False
-        self._turns.renew()
+        self._turns.has_renewed = True
         warn(f"{error}\nThe graphs are made anew, once. If that helps, something has changed that is not watched")
         self._graphs.renew()
         return True

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 
-import pytest
-
 from benchmarks import model_types, population
 
 from .. import processes

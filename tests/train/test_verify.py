@@ -20,6 +20,7 @@ from ort_trainer import ORTModule, ORTTrainer, ORTTrainerOptions, VerificationEr
 from ort_trainer.export.torch import builder, verification
 from ort_trainer.export.torch.capture.eager import SavedTensors, run_eagerly
 from ort_trainer.export.torch.guard.reads import Reads
+from ort_trainer.runs import Position
 from ort_trainer.step import Step
 from tests.helpers import MLP, MLP_DESC, assert_same_state, mlp_batches, mlp_trainer
 
@@ -155,6 +156,9 @@ def test_which_steps_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     assert compared(2, 2.0, at=1)[0] == 5001
     found = compared(2000, 0.01, expected=[6000, 6500])
     assert {6000, 6500} <= set(found)
+    position = Position([None] * 77)
+    found = [compared(1, 0.01) for _ in position.epochs(2) for _ in position.batches()]
+    assert [at for at, numbers in enumerate(found) if numbers] == [0, 77], "the first run of an epoch"
     steps[1] = dataclasses.replace(steps[1])
     assert compared(1, 2.0, at=1) == [turns.last], "the first run of a graph that is made anew"
     turns = verification.Verification("auto")

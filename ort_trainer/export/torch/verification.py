@@ -19,6 +19,7 @@ from unittest import mock
 import torch
 from torch.utils._pytree import tree_leaves
 
+from ...core import epochs
 from ...engine.programs.collectives import COLLECTIVES
 from ...step import Step
 from .operators.registry import has_users_operators
@@ -40,8 +41,8 @@ class Verification:
     """Decides which runs are repeated.
 
     With ``"auto"``, the first run of each graph is, then runs 2, 4, 8 and so on, but at least every 256th, and the run
-    after each :meth:`expect`. From the hundredth run on, all of that only as far as it takes a hundredth of the time,
-    and before that, what is expected only as far as it takes a tenth. None is where
+    after each :meth:`expect` or beginning of an epoch. From the hundredth run on, all of that only as far as it takes a
+    hundredth of the time, and before that, what is expected only as far as it takes a tenth. None is where
     :func:`~ort_trainer.register_operator` has asked for other results than PyTorch's.
 
     Args:
@@ -50,13 +51,13 @@ class Verification:
     Attributes:
         is_automatic: Whether ``every`` is ``"auto"``.
         last: The number of the last run that was equal, 0 for none.
-        has_renewed: Whether graphs were made anew, because a run was different.
+        has_renewed: Whether graphs were made anew, because a run was different; the caller sets it.
     """
 
     def __init__(self, every: int | str) -> None:
         self.is_automatic = every == "auto"
         self._every = 0 if isinstance(every, str) else every
-        self.last, self.has_renewed = 0, False
+        self.last, self.has_renewed, self._epochs = 0, False, epochs.begun()
         self._count, self._of_step = 0, dict[int, _Runs]()  # by id
         self._is_expected, self._expected_at = False, 0
         self._began, self._spent, self._last_cost = 0.0, 0.0, 0.0
@@ -65,10 +66,6 @@ class Verification:
     def number(self) -> int:
         """The number of the next run."""
         return self._count + 1
-
-    def renew(self) -> None:
-        """Notes that graphs are made anew."""
-        self.has_renewed = True
 
     def expect(self) -> None:
         """Has the next run repeated, as something was changed that graphs may depend on."""
@@ -83,6 +80,8 @@ class Verification:
         of_step = self._runs_of(step)
         runs = of_step.count + 1
         if self.is_automatic:
+            self._is_expected |= epochs.begun() != self._epochs
+            self._epochs = epochs.begun()
             now, is_early, is_power = time.perf_counter(), self._count < _FIRST, runs & (runs - 1) == 0
             if self._count in (0, _FIRST):
                 self._began, self._spent = now, 0.0

@@ -302,10 +302,11 @@ def _add_place(condition: Condition, owner: Any, value: Any, step: Access) -> No
     if kind in ("item", "entry", "member") and isinstance(owner, (*CHANGEABLE, tuple, frozenset)):
         _add_contents(condition, owner)
         return
-    try:
-        read(owner, (step,))
-    except GONE:  # the owner, whose own place counts, is now of a kind that has no such places
-        return
+    if value is MISSING:
+        try:
+            read(owner, (step,))
+        except GONE:  # the owner, whose own place counts, is now of a kind that has no such places
+            return
     name = condition.name
     if kind in ("attribute", "global"):
         values = owner.__globals__ if kind == "global" else attributes_of(owner)
