@@ -12,6 +12,7 @@ from ort_trainer.export.torch.guard import reads
 from ort_trainer.export.torch.guard.reads import Reads, Root
 from ort_trainer.export.torch.outside.notes import Notes
 from ort_trainer.export.torch.outside.places import Access
+from ort_trainer.export.torch.outside.values import frozen
 
 TABLE = (Access("get", "model"), Access("attribute", "table"))
 
@@ -28,7 +29,7 @@ def watched(table: np.ndarray) -> Reads:
 
 def test_a_large_array_is_compared_more_and_more_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
     table, hashed = np.zeros((1024, 256), np.float64), list[int]()
-    watch, frozen = watched(table), reads.frozen
+    watch = watched(table)
     first = watch.variant("")
     monkeypatch.setattr(reads, "frozen", lambda value: hashed.append(1) or frozen(value))
     assert {watch.variant("") for _ in range(99)} == {first} and len(hashed) == 6
