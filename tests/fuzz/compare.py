@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from . import program
 from .recipe import Recipe
 from .train import TRAIN, in_pytorch, loss_of, with_compile
 
-__all__ = ["BAD", "Outcome", "compare"]
+__all__ = ["BAD", "Outcome", "compare", "explodes"]
 
 # Outcomes that are failures.
 BAD = ("wrong", "raw error", "crash")
@@ -132,9 +132,9 @@ class _Reference:
 
     @property
     def is_chaotic(self) -> bool:
-        """Whether one rounding changes a loss by much, or losses explode: gates saturate, and round to 0 or not."""
+        """Whether one rounding changes a loss by much, or losses explode."""
         losses = [value.abs().item() for name, value in self.results.items() if name.startswith("loss")]
-        return max(losses) > _EXPLODED * max(1.0, losses[0]) or any(
+        return explodes(losses) or any(
             own > _CHAOTIC[self._dtype] * max(1e-2, self.results[name].abs().item())
             for name, own in self.own.items()
             if name.startswith("loss")
@@ -161,6 +161,11 @@ class _Reference:
             if not distance <= tolerance:
                 found.append(f"{name}: {_shown(mine)} instead of {_shown(theirs)}, {distance:.2g} > {tolerance:.2g}")
         return found
+
+
+def explodes(losses: Sequence[float]) -> bool:
+    """Returns whether the losses of a training explode, so that gates saturate, and round to 0 or not."""
+    return max(losses) > _EXPLODED * max(1.0, losses[0])
 
 
 def _distance(one: torch.Tensor, other: torch.Tensor) -> float:

@@ -27,7 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 import ort_trainer
 from ort_trainer.module.fallback import Fallback
 
-from .compare import BAD, Outcome
+from .compare import BAD, Outcome, explodes
 
 __all__ = ["drawn", "judge", "main", "running", "shrink", "without_one"]
 
@@ -88,6 +88,9 @@ def judge(theirs: Callable[[], Any], ours: Callable[[], Any], tolerance: float) 
             return outcome
     for (name, mine), (_, other) in zip(found, expected, strict=True):
         if not _is_same(mine, other, tolerance):
+            losses = [value.abs().item() for key, value in expected if key.startswith("loss")]
+            if losses and explodes(losses):
+                return Outcome("chaotic")
             return Outcome("wrong", f"{name}: {mine} for {other} {reason}")
     return Outcome("in PyTorch" if reason else "equal", reason)
 
