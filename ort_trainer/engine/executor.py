@@ -15,7 +15,7 @@ from ..step import Step, TensorSpec
 from .devices import default_generator
 from .ort import make_session, providers_for, session_options
 from .programs.runner import ProgramRunner
-from .runner import Check, GraphRunner, Plan, SessionRunner, check_branches
+from .runner import Check, GraphRunner, Plan, SessionRunner, check_branches, on_its_branch
 from .torch_memory import TorchMemory
 from .turns import Turns
 
@@ -332,7 +332,8 @@ class Executor:
         runner = plan.runner
         if len(batch) > len(runner.step.inputs):
             batch = {spec.name: batch[spec.name] for spec in runner.step.inputs}
-        results, _ = runner.run(plan, batch)
+        with on_its_branch(runner.step):
+            results, _ = runner.run(plan, batch)
         check_branches(runner.step, results)
         return list(results.values())
 
@@ -368,14 +369,15 @@ class Executor:
             tensors = self._gradients.destinations(step.gradients, fresh)
             destinations = {output: tensors[name] for name, output in step.gradients.items()}
             destinations |= {output: self._updated[name] for name, output in step.buffer_updates.items()}
-        results, written = plan.runner.run(
-            plan,
-            batch,
-            destination_key=key,
-            destinations=destinations,
-            loss_scale=self._scale(step, loss_scale),
-            generator=self.generator,
-        )
+        with on_its_branch(step):
+            results, written = plan.runner.run(
+                plan,
+                batch,
+                destination_key=key,
+                destinations=destinations,
+                loss_scale=self._scale(step, loss_scale),
+                generator=self.generator,
+            )
         if step.assumptions:
             check_branches(step, results)
         if check is not None:

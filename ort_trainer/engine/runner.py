@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -28,6 +29,7 @@ __all__ = [
     "Wanted",
     "check_branches",
     "evaluated",
+    "on_its_branch",
     "with_probabilities",
 ]
 
@@ -345,6 +347,26 @@ def check_branches(step: Step, results: dict[str, Any]) -> None:
                 f"this batch takes another branch of the model than the one in its graph: the condition is {not value} "
                 f"and the graph assumes {value}, as in the batch that it was exported for. Nothing has changed. {line}"
             )
+
+
+@contextlib.contextmanager
+def on_its_branch(step: Step) -> Iterator[None]:
+    """Takes an error of a kernel, such as an index out of range, as the sign of a batch that takes another branch.
+
+    Args:
+        step: What runs in the context.
+
+    Raises:
+        ValueBranchError: If the graph assumes a branch; the error of the kernel is its cause.
+    """
+    try:
+        yield
+    except (IndexError, RuntimeError) as error:
+        if not step.assumptions:
+            raise
+        raise ValueBranchError(
+            f"this batch takes another branch of the model than the one in its graph, where a kernel fails: {error}"
+        ) from error
 
 
 def with_probabilities(wanted: Wanted, state: Mapping[str, Any]) -> Wanted:

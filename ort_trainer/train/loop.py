@@ -412,6 +412,8 @@ class TrainingLoop:
                 return plan, run(plan)
             except ValueBranchError as error:
                 refused.append(plan.runner.whole)
+                if is_new and error.__cause__ is not None:  # PyTorch takes the branches of this graph
+                    raise error.__cause__ from None
                 if is_new or len(refused) == _MAXIMUM_BRANCHES:
                     raise ValueBranchError(f"{error}\n{_why_no_other_graph(refused, is_new)}") from None
             except VerificationError as error:

@@ -83,6 +83,14 @@ def chooses(h: torch.Tensor) -> torch.Tensor:
     return h * 2 if h.abs().max() > 50 else h * 3
 
 
+def wraps_around(h: torch.Tensor) -> torch.Tensor:
+    """On the branch of other values, the index is out of range."""
+    index = (h.detach().abs().amax(1, keepdim=True) / 20).long()
+    if (index >= h.shape[1]).any():
+        index = index % h.shape[1]
+    return h + h.gather(1, index)
+
+
 def chooses_one_of_two(h: torch.Tensor) -> torch.Tensor:
     if bool(h.abs().max() > 50 and h.min() < 0):
         return h + 1
@@ -119,7 +127,7 @@ def with_custom_backward(h: torch.Tensor) -> torch.Tensor:
 
 REFUSED = (raises, raises_by_number, asserts, checks, validates)
 TAKEN = (
-    *(catches, repairs, chooses, chooses_one_of_two, repeats, chooses_in_nested_contexts),
+    *(catches, repairs, chooses, wraps_around, chooses_one_of_two, repeats, chooses_in_nested_contexts),
     *(with_custom_backward, repairs_by_number, repairs_by_functions),
 )
 
@@ -246,6 +254,16 @@ def test_evaluation_and_own_loops_take_each_batchs_branch() -> None:
         model.zero_grad()
         F.mse_loss(model(batch), y).backward()
         assert_close(ours, model.linear.weight.grad, 1e-5, "gradient")
+
+
+def test_a_module_whose_kernel_fails_on_the_branch_of_another_batch() -> None:
+    model = Net(wraps_around)
+    module = ORTModule(model)
+    (x, _), (large, _) = batches(1, 1000)
+    module(x)
+    with pytest.warns(UserWarning, match="where a kernel fails: .*out of bounds"):
+        result = module(large)
+    assert_close(result, model(large), 1e-5, "result")
 
 
 def test_random_numbers_are_those_of_one_step() -> None:
