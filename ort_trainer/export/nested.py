@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
+from ..core.errors import ExportError
+
 __all__ = [
     "Layout",
     "argument_of",
@@ -56,6 +58,7 @@ def flatten(name: str, value: Any, leaves: dict[str, Any], objects: bool = False
 
     Raises:
         TypeError: If the value contains a packed sequence.
+        ExportError: If the value contains a number that a capture computes.
     """
     if isinstance(value, torch.Tensor):
         leaves[name] = value
@@ -78,6 +81,11 @@ def flatten(name: str, value: Any, leaves: dict[str, Any], objects: bool = False
         parts = tuple(flatten(f"{name}.{index}", entry, leaves, objects) for index, entry in enumerate(value))
         of_torch = objects and hasattr(type(value), "n_sequence_fields")
         return ("sequence", type(value), parts) if of_torch else (kind, parts)
+    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        raise ExportError(
+            f"{name!r} is computed from sizes, and kept in an object that a graph can't make again, such as one of a "
+            "class in a function: return it in a tuple or a dict, or define the class at the top of its file"
+        )
     if objects:
         return _flatten_object(name, value, leaves)
     leaves[name] = value

@@ -147,18 +147,27 @@ def without_histories(buffers: Mapping[str, torch.Tensor]) -> Iterator[None]:
         buffers: The module's buffers.
 
     Raises:
-        ExportError: If a buffer has one, or a tensor within the module is to retain its gradient.
+        ExportError: If a buffer has one, a tensor within the module is to retain its gradient, or a view has a hook.
     """
     retain: Any = torch.Tensor.retain_grad
-    retained: list[torch.Size] = []
+    register: Any = torch.Tensor.register_hook
+    retained, hooked = list[torch.Size](), list[torch.Size]()
 
     def watched(tensor: torch.Tensor) -> None:
         retained.append(tensor.shape)
         retain(tensor)
 
+    def watched_hook(tensor: torch.Tensor, hook: Any) -> Any:
+        if tensor._is_view():
+            hooked.append(tensor.shape)
+        return register(tensor, hook)
+
     fixed = {name: buffer for name, buffer in buffers.items() if not buffer.requires_grad}
     try:
-        with mock.patch.object(torch.Tensor, "retain_grad", watched):
+        with (
+            mock.patch.object(torch.Tensor, "retain_grad", watched),
+            mock.patch.object(torch.Tensor, "register_hook", watched_hook),
+        ):
             yield
     finally:
         changed = [name for name, buffer in fixed.items() if buffer.requires_grad]
@@ -170,6 +179,11 @@ def without_histories(buffers: Mapping[str, torch.Tensor]) -> Iterator[None]:
         raise ExportError(
             f"forward() calls retain_grad() of a tensor of shape {list(retained[0])}, which would get no gradient in a "
             "graph: return it, and call retain_grad() of the result"
+        )
+    if hooked:
+        raise ExportError(
+            f"forward() registers a hook on a view of shape {list(hooked[0])}, whose gradient may bypass the graph: "
+            "register it on a clone() of the view"
         )
 
 

@@ -33,7 +33,7 @@ from ..export.torch.guard import ModelChangedError, ModelWatch
 from ..export.torch.guard.reads import Reads, Root
 from ..export.torch.lower.kinds import choose, undetermined
 from ..export.torch.model import recompute_options
-from ..export.torch.outside.leftovers import decode, encode
+from ..export.torch.outside.leftovers import decode, encode, numbers_in
 from ..export.torch.outside.notes import Notes
 from ..export.torch.outside.recorder import Pair, Recorder
 from ..options import ORTTrainerOptions
@@ -150,7 +150,7 @@ class ExportedGraphs:
         return result
 
     def tensors_in(self, result: Any) -> list[torch.Tensor]:
-        """Returns the tensors in a result of the module, in the order in which the graphs return them."""
+        """Returns the tensors in a result of the module, as the graphs return them; zero for a number."""
         return _tensors_in(result, self.notes)
 
     def takes(self, shapes: Mapping[str, tuple[int, ...]]) -> bool:
@@ -598,10 +598,12 @@ class CallGraphs:
 
 
 def _tensors_in(result: Any, notes: Notes) -> list[torch.Tensor]:
-    """Returns the tensors in a result of a module, in the order in which its graphs return them."""
+    """Returns the tensors in a result of a module, as its graphs return them; zero for a number that they compute."""
     tensors: list[torch.Tensor] = []
     if notes.result is not None:
         encode(result, tensors, {})
+        for at in sorted(numbers_in(notes.result)):
+            tensors.insert(at, torch.zeros(()))
     else:
         named: dict[str, torch.Tensor] = {}
         flatten("output", result, named, objects=True)

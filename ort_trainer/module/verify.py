@@ -29,6 +29,7 @@ from ..export.torch.capture.eager import (
     with_values,
 )
 from ..export.torch.differences import WHY_DIFFERENT, gradient_floor, not_run, report
+from ..export.torch.outside.leftovers import numbers_in
 from ..export.torch.outside.places import Place
 from ..export.torch.outside.recorder import Pair, Recorder
 from ..export.torch.verification import Verification, parts_of, silenced, spare_memory
@@ -103,7 +104,9 @@ class CallVerifier:
             with torch.inference_mode(False):
                 leftovers = graphs.notes.leftovers
                 count = len(tensors) - leftovers.tensors
-                compared = [value for at, value in enumerate(tensors) if at - count not in leftovers.numbers]
+                zero, numbers = torch.zeros(()), numbers_in(graphs.notes.result)  # which are constants of a result
+                compared = [zero if at in numbers else value for at, value in enumerate(tensors[:count])]
+                compared += [value for at, value in enumerate(tensors[count:]) if at not in leftovers.numbers]
                 eager.check(_numbered(compared), taken)
                 eager.check_constants(graphs.results(tensors[:count]))
         except VerificationError as error:

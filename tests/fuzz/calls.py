@@ -1,8 +1,8 @@
 """Draws modules by what they return and change, calls them as an ``ORTModule`` and in PyTorch, and compares both.
 
-A result may be another result, an argument, a parameter, a buffer, a view or a detached form of one. Forward and the
-caller change tensors in place. The caller differentiates results once, one after the other, or never. Values,
-gradients, what requires grad, which tensors are one, and which share memory must be PyTorch's.
+A result may be another result, an argument, a parameter, a buffer, a view or a detached form of one, or a number.
+Forward and the caller change tensors in place. The caller differentiates results once, one after the other, or never.
+Values, gradients, what requires grad, which tensors are one, and which share memory must be PyTorch's.
 
 ``python -m tests.fuzz.calls --minutes 20`` draws and shrinks cases, ``--case SEED`` repeats one.
 """
@@ -35,7 +35,7 @@ class Net(nn.Module):
         self.register_buffer("m", torch.rand(4, 4) + 0.5)
     def inner(self, t):
         return torch.tanh(self.b(t))
-    def forward(self, x, c):
+    def forward(self, x, c, d):
         {forward}
         return {returned}
 
@@ -55,7 +55,9 @@ def call(wrap):
         leaves = [x, c]
         {arguments}
         with {context}:
-            results = module(x, c)
+            results = module(x, c, torch.zeros(step + 3, 2))
+        yield "numbers", [r for r in results if not torch.is_tensor(r)]
+        results = [r for r in results if torch.is_tensor(r)]
         {caller}
         tensors = [x, c, net.a.weight, net.w, net.m, *results]
         for i, t in enumerate(tensors):
@@ -100,6 +102,11 @@ _GUARDED = (
     "with torch.enable_grad(): {n} = {e}",
     "with torch.autocast('cpu', torch.bfloat16): {n} = ({e}).float()",
     "with torch.autocast('cpu', enabled=False): {n} = {e}",
+)
+# Of the sizes of an argument, which differ from call to call.
+_NUMBERS = (
+    *("d.shape[0]", "len(d) * 2 - 1", "d.numel() / 3", "d.size(0) > 3", "tuple(d.shape)", "[d.size(0), 'rows']"),
+    *("{'rows': d.size(0), 'twice': (d.size(0) * 2,)}", "f'{d.size(0)}'", "d.size(0) + self.w.size(0)", "d.size(1)"),
 )
 _ARGUMENTS = (
     *(
@@ -199,6 +206,8 @@ def draw(seed: int) -> Case:
         caller += [f"if {r}.requires_grad: {r}.float().square().sum().backward({keep})" for r in losses]
     zero = of.choice(("net.zero_grad()", "net.zero_grad(set_to_none=False)", "pass"))
     context, arguments = of.choice(_CONTEXTS), of.choice(_ARGUMENTS)
+    for _ in range(of.choice((0, 0, 0, 1, 2))):
+        results.insert(of.randint(0, len(results)), of.choice(_NUMBERS))
     return Case(tuple(lines), tuple(results), tuple(caller), context, arguments, zero, kernels)
 
 

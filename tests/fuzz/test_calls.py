@@ -43,6 +43,13 @@ EACH = ("results[1].square().sum().backward()", "results[0].square().sum().backw
         (Case(("self.w.register_hook(lambda g: g * 2)",), ("x * self.w",), ALL), "in PyTorch"),
         (Case(("h = self.a(x)", "h.retain_grad()"), ("h.tanh()",), ALL), "in PyTorch"),
         (Case(("h = self.a(x)", "h.register_hook(lambda g: g * 2)"), ("h.tanh()",), ALL), "equal"),
+        (
+            Case(("h = c[:]", _HOOK.replace("c.reg", "h.reg")), ("h",), ALL, arguments="c.requires_grad_()"),
+            "in PyTorch",
+        ),
+        # Numbers that are computed from sizes, between the other results.
+        (Case((), ("len(d) * 2", "self.a(x)", "(d.numel() / 3, {'rows': d.size(0)})"), ALL), "equal"),
+        (Case(("h = self.a(x)",), ("h", "d.size(0) > 3", "h.detach()", "f'{d.size(0)}'"), ALL), "equal"),
     ],
     ids=lambda value: f"{value.forward} {value.results}" if isinstance(value, Case) else value,
 )

@@ -21,7 +21,7 @@ from .numbers import Expression, Number, evaluate
 from .places import MISSING, Place, put, read
 from .values import VIEWS
 
-__all__ = ["Code", "Leftovers", "decode", "encode"]
+__all__ = ["Code", "Leftovers", "decode", "encode", "numbers_in"]
 
 Code = list[Any]
 """A kind, and what belongs to it: ``plain`` and a value, ``tensor`` and a number, ``place`` and a place, and so on.
@@ -62,14 +62,8 @@ class Leftovers:
 
     @property
     def numbers(self) -> set[int]:
-        """Which of the tensors are numbers that the run has computed; a run in PyTorch leaves plain ones."""
-
-        def within(code: Any) -> set[int]:
-            if isinstance(code, (list, tuple)) and len(code) == 2 and code[0] == "number":
-                return {code[1]}
-            return set().union(*map(within, code)) if isinstance(code, (list, tuple)) else set()
-
-        return set().union(*(within(code) for _, code in self.writes))
+        """Which of the tensors are numbers; see :func:`numbers_in`."""
+        return set().union(*(numbers_in(code) for _, code in self.writes))
 
     def leave(self, root: Any, tensors: Sequence[torch.Tensor]) -> None:
         """Leaves everything in its place.
@@ -84,6 +78,15 @@ class Leftovers:
             put(owner, place[-1], value)
             if isinstance(value, torch.Tensor):
                 root.left[place] = value
+
+
+def numbers_in(code: Any) -> set[int]:
+    """Returns which of a run's tensors are numbers that it has computed; a run in PyTorch has plain ones instead."""
+    if not isinstance(code, (list, tuple)):
+        return set()
+    if len(code) == 2 and code[0] == "number" and isinstance(code[1], int):  # an attribute may have this name
+        return {code[1]}
+    return set().union(*map(numbers_in, code))
 
 
 def encode(value: Any, tensors: list[torch.Tensor], places: Mapping[int, Place]) -> Code:
@@ -114,6 +117,8 @@ def encode(value: Any, tensors: list[torch.Tensor], places: Mapping[int, Place])
             return ["plain", int(value)]
         tensors.append(value)  # type: ignore[arg-type]
         return ["number", len(tensors) - 1]
+    if isinstance(value, torch.SymBool):  # other sizes get another graph
+        return ["plain", bool(value)]
     name = type(value).__name__
     if type(value) is deque:
         return ["deque", value.maxlen, [encode(part, tensors, places) for part in value]]
