@@ -389,7 +389,7 @@ class CallGraphs:
                 raise NoGraphError(kind) from ExportError(str(error))
             except Exception as error:
                 if self._trial is not None:  # another try is worth it only if something that the trial read has changed
-                    self._reads.add(Notes(reads=tuple(self._trial.reads)))
+                    self._reads.add(Notes(reads=tuple(self._trial.met.reads)))
                 raise NoGraphError(kind) from error
             self._by_kind.setdefault(kind, []).append(graphs)
         call = SizedPasses(graphs.passes, shapes)

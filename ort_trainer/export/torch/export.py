@@ -168,7 +168,7 @@ class _Exporter:
         recorder = self._module.recorder
         self._refuse_gradients_outside(export)
         export = dataclasses.replace(export, output=self._output)
-        read = tuple(name for name, part in self._module.named_modules() if id(part) in recorder.modes)
+        read = tuple(name for name, part in self._module.named_modules() if id(part) in recorder.met.modes)
         if not self._step.carries:
             return dataclasses.replace(export, modes_read=read)
         notes = dataclasses.replace(recorder.notes(export.step.state), outline=self._outline)
@@ -320,7 +320,7 @@ class _Exporter:
         tables = [
             place
             for place, code in recorder.leftovers.writes
-            if code[0] == "tensor" and place in recorder.reads and recorder.reads[place] is None
+            if code[0] == "tensor" and place in recorder.met.reads and recorder.met.reads[place] is None
             if not reads_values(nodes[str(results[count + code[1]])])
         ]
         if not tables:

@@ -24,7 +24,7 @@ from ..outside.containers import CHANGEABLE, copied, has_same_parts
 from ..outside.notes import Notes
 from ..outside.numbers import Expression, evaluate
 from ..outside.places import GONE, MISSING, Access, Place, attributes_of, described, read, reader
-from ..outside.values import CONTAINERS, LARGE, MEMORIES, frozen, is_plain, parts_of
+from ..outside.values import LARGE, MEMORIES, frozen, is_leaf, parts_of
 from .condition import Condition
 
 __all__ = ["Reads", "Root", "listed"]
@@ -234,7 +234,7 @@ class Reads:
                 value = now(what)
                 # What is read of an object is watched at the object, so it must be noticed if it is replaced.
                 often = index not in changed or what in self.numbers
-                if value is not self._objects[index] and often and _is_leaf(value):
+                if value is not self._objects[index] and often and is_leaf(value, tensors=True):
                     self._volatile.add(index)
                 self._objects[index] = value
         self._compile()
@@ -285,13 +285,6 @@ class Reads:
 
 def _always() -> bool:
     return True
-
-
-def _is_leaf(value: Any) -> bool:
-    """Returns whether a value is compared as a whole, so that nothing is watched in it."""
-    if type(value) in CONTAINERS:
-        return all(_is_leaf(part) for _, part in parts_of(value))
-    return isinstance(value, torch.Tensor) or is_plain(value)
 
 
 def _add_place(condition: Condition, owner: Any, value: Any, step: Access) -> None:

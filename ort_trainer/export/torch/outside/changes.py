@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from .containers import CHANGEABLE, copied, has_same_parts, refill
 from .generators import has_drawn, name_of, put_back, state_of
-from .places import MISSING, Access, Place, described, in_cell, referent
+from .places import MISSING, Access, Place, described, referent
 from .values import are_equal_constants, frozen
 
 __all__ = [
@@ -70,9 +70,7 @@ class Copies:
         self._classes: dict[int, tuple[Place, type, dict[str, Any]]] = {}
         self._contents: dict[int, tuple[Place, Any, Any]] = {}
         self._memories: dict[int, tuple[Place, Any, Any]] = {}
-        self._globals: dict[tuple[int, str], tuple[Place, dict[str, Any], Any]] = {}
-        self._cells: dict[int, tuple[Place, Any, Any]] = {}
-        self._slots: dict[tuple[int, str], tuple[Place, Any, Any]] = {}
+        self._variables: dict[tuple[int, str], tuple[Place, Any, Any]] = {}
         self._parts: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._hooks: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._tensors: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -93,12 +91,12 @@ class Copies:
             for name in (slots,) if isinstance(slots, str) else slots:
                 if name.startswith("__") and not name.endswith("__"):  # private to its class
                     name = f"_{base.__name__.lstrip('_')}{name}"
-                self._slots.setdefault((id(owner), name), (place, owner, _slot(owner, name)))
+                self.add_variable(owner, name, (*place, Access("get", name)))
 
     def add_function(self, function: types.FunctionType, place: Place) -> None:
         """Copies what a function has besides its ``__dict__``."""
         for name in ("__code__", "__defaults__", "__kwdefaults__"):
-            self._slots.setdefault((id(function), name), (place, function, getattr(function, name)))
+            self.add_variable(function, name, (*place, Access("get", name)))
 
     def add_parts(self, values: dict[str, Any]) -> None:
         """Copies the dicts of submodules, parameters, buffers and hooks in a module's ``__dict__``."""
@@ -128,13 +126,15 @@ class Copies:
         with _untraced():
             self._generators.append((place, generator, state_of(generator)))
 
-    def add_global(self, values: dict[str, Any], name: str, place: Place) -> None:
-        """Remembers a global variable, which may not exist yet."""
-        self._globals.setdefault((id(values), name), (place, values, values.get(name, MISSING)))
+    def add_variable(self, owner: Any, name: str, place: Place) -> Any:
+        """Remembers a variable, which may not exist yet, and returns what it held before the run.
 
-    def add_cell(self, cell: Any, place: Place) -> Any:
-        """Remembers a variable of a closure, and returns what it held before the run."""
-        return self._cells.setdefault(id(cell), (place, cell, in_cell(cell)))[2]
+        Args:
+            owner: Has it: global variables, a cell of a closure, or an object with slots.
+            name: Its name; "cell_contents" of a cell.
+            place: Its place.
+        """
+        return self._variables.setdefault((id(owner), name), (place, owner, _variable(owner, name)))[2]
 
     def is_old(self, owner: Any, name: str, value: Any) -> bool:
         """Returns whether a value is from before the run.
@@ -144,9 +144,8 @@ class Copies:
             name: The name of the attribute or variable.
             value: The value.
         """
-        for copies in (self._globals, self._slots):
-            if (id(owner), name) in copies:
-                return copies[id(owner), name][2] is value
+        if (id(owner), name) in self._variables:
+            return self._variables[id(owner), name][2] is value
         entry = self._classes.get(id(owner)) or self._attributes.get(id(owner))
         return entry is None or entry[2].get(name, MISSING) is value
 
@@ -195,22 +194,14 @@ class Copies:
                 now, old = vars(kind).get(key, MISSING), before.get(key, MISSING)
                 if now is not old and not key.startswith("__") and not key.startswith("_abc_"):
                     yield Change((*place, Access("attribute", key)), now, old, functools.partial(_set, kind, key))
-        for (_, name), (place, owner, old) in self._slots.items():
-            now = _slot(owner, name)
+        for (_, name), (place, owner, old) in self._variables.items():
+            now, put = _variable(owner, name), _assign if type(owner) is dict else _set
             if now is not old:
-                yield Change((*place, Access("get", name)), now, old, functools.partial(_set, owner, name))
+                yield Change(place, now, old, functools.partial(put, owner, name))
         for place, container, before in self._contents.values():
             if not has_same_parts(container, before):
                 restore = functools.partial(refill, container)
                 yield Change((*place, Access("contents", "")), container, before, restore)
-        for place, values, old in self._globals.values():
-            name = str(place[-1].key)
-            if values.get(name, MISSING) is not old:
-                yield Change(place, values.get(name, MISSING), old, functools.partial(_assign, values, name))
-        for place, cell, old in self._cells.values():
-            now = in_cell(cell)
-            if now is not old:
-                yield Change(place, now, old, functools.partial(setattr, cell, "cell_contents"))
 
     def restore(self) -> None:
         """Undoes the run's changes."""
@@ -282,8 +273,10 @@ def _set(owner: Any, key: str, value: Any) -> None:
         setattr(owner, key, value)
 
 
-def _slot(owner: Any, name: str) -> Any:
+def _variable(owner: Any, name: str) -> Any:
+    if type(owner) is dict:
+        return owner.get(name, MISSING)
     try:
         return object.__getattribute__(owner, name)
-    except AttributeError:
+    except (AttributeError, ValueError):  # the latter of a cell
         return MISSING

@@ -27,6 +27,7 @@ __all__ = [
     "VIEWS",
     "are_equal_constants",
     "frozen",
+    "is_leaf",
     "is_plain",
     "is_watched",
     "memory_of",
@@ -72,14 +73,21 @@ def is_plain(value: Any) -> bool:
 
 def are_equal_constants(value: Any, other: Any) -> bool:
     """Returns whether two values are equal, and have no objects in them, of which two may be equal and not the same."""
-    return _is_constant(value, 0) and _is_constant(other, 0) and frozen(value) == frozen(other)
+    return is_leaf(value) and is_leaf(other) and frozen(value) == frozen(other)
 
 
-def _is_constant(value: Any, depth: int) -> bool:
+def is_leaf(value: Any, tensors: bool = False, depth: int = 0) -> bool:
+    """Returns whether a value is a constant, or a container of nothing else, and so compared as a whole.
+
+    Args:
+        value: The value.
+        tensors: Whether tensors count as constants.
+        depth: How deep the value is in a container.
+    """
     if type(value) not in CONTAINERS:
-        return is_plain(value)
+        return is_plain(value) or (tensors and isinstance(value, torch.Tensor))
     parts = (*value, *value.values()) if isinstance(value, dict) else value
-    return depth < _DEEPEST and all(_is_constant(part, depth + 1) for part in parts)
+    return depth < _DEEPEST and all(is_leaf(part, tensors, depth + 1) for part in parts)
 
 
 def frozen(value: Any, depth: int = 0) -> Hashable:
