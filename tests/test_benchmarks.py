@@ -220,8 +220,8 @@ def test_a_steady_step_keeps_its_way_short() -> None:
     way = importlib.import_module("way").steady_step().counts
     # Two calls look whether a run takes the batch's branches, two more whether inputs can be read by address, and two
     # keep other threads out. Two ask for the unit of a window, and one function checks indices before and after a run.
-    # Two ask whether the step is compared with PyTorch.
-    assert way["calls"] <= 75, way
+    # Three ask whether the step is compared with PyTorch.
+    assert way["calls"] <= 76, way
     assert way["changes of file"] <= 49, way
 
 
@@ -229,9 +229,10 @@ def test_an_export_keeps_its_way_short(monkeypatch: pytest.MonkeyPatch) -> None:
     """As above. The notes of what is read, changed, left, written for people and kept outside, the functions that run,
     the names in code, generators of random numbers, conditions on values, masks of attention, sizes that depend on
     values, and kinds of kernels have stations; programs are divided with a walk that others share; where nodes come
-    from, convolutions, rows, and the operators of programs, of which one makes values sizes, have files of their own.
+    from, convolutions, rows, and the operators of programs, of which one makes values sizes, have files of their own;
+    so have what is watched outside tensors, what is met there, and what is left.
     """
     monkeypatch.setenv("ORT_TRAINER_CACHE", "off")
     way = importlib.import_module("way").one_export().counts_of_stations
-    assert way["hops"] <= 58, way
-    assert way["files"] <= 49, way
+    assert way["hops"] <= 61, way
+    assert way["files"] <= 51, way

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-__all__ = ["begin", "begun"]
+__all__ = ["begin", "count"]
 
-_count = 0
+count = 0
+"""How many have begun; a function that returned it would be called in each step."""
 
 
 def begin() -> None:
     """Counts an epoch that begins."""
-    global _count
-    _count += 1
-
-
-def begun() -> int:
-    """Returns how many epochs have begun."""
-    return _count
+    global count
+    count += 1

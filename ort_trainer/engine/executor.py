@@ -15,7 +15,7 @@ from ..step import Step, TensorSpec
 from .devices import default_generator
 from .ort import make_session, providers_for, session_options
 from .programs.runner import ProgramRunner
-from .runner import Check, GraphRunner, Plan, SessionRunner, check_branches, on_its_branch
+from .runner import Check, GraphRunner, Plan, SessionRunner, check_branches, check_failure
 from .torch_memory import TorchMemory
 from .turns import Turns
 
@@ -332,8 +332,11 @@ class Executor:
         runner = plan.runner
         if len(batch) > len(runner.step.inputs):
             batch = {spec.name: batch[spec.name] for spec in runner.step.inputs}
-        with on_its_branch(runner.step):
+        try:
             results, _ = runner.run(plan, batch)
+        except (IndexError, RuntimeError) as error:
+            check_failure(runner.step, error)
+            raise
         check_branches(runner.step, results)
         return list(results.values())
 
@@ -369,7 +372,7 @@ class Executor:
             tensors = self._gradients.destinations(step.gradients, fresh)
             destinations = {output: tensors[name] for name, output in step.gradients.items()}
             destinations |= {output: self._updated[name] for name, output in step.buffer_updates.items()}
-        with on_its_branch(step):
+        try:
             results, written = plan.runner.run(
                 plan,
                 batch,
@@ -378,6 +381,9 @@ class Executor:
                 loss_scale=self._scale(step, loss_scale),
                 generator=self.generator,
             )
+        except (IndexError, RuntimeError) as error:
+            check_failure(step, error)
+            raise
         if step.assumptions:
             check_branches(step, results)
         if check is not None:

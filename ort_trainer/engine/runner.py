@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -28,8 +27,8 @@ __all__ = [
     "SessionRunner",
     "Wanted",
     "check_branches",
+    "check_failure",
     "evaluated",
-    "on_its_branch",
     "with_probabilities",
 ]
 
@@ -349,21 +348,17 @@ def check_branches(step: Step, results: dict[str, Any]) -> None:
             )
 
 
-@contextlib.contextmanager
-def on_its_branch(step: Step) -> Iterator[None]:
+def check_failure(step: Step, error: Exception) -> None:
     """Takes an error of a kernel, such as an index out of range, as the sign of a batch that takes another branch.
 
     Args:
-        step: What runs in the context.
+        step: What ran.
+        error: The error.
 
     Raises:
         ValueBranchError: If the graph assumes a branch; the error of the kernel is its cause.
     """
-    try:
-        yield
-    except (IndexError, RuntimeError) as error:
-        if not step.assumptions:
-            raise
+    if step.assumptions:
         raise ValueBranchError(
             f"this batch takes another branch of the model than the one in its graph, where a kernel fails: {error}"
         ) from error

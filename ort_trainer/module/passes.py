@@ -13,7 +13,7 @@ import torch
 
 from ..core.errors import ValueBranchError
 from ..engine.programs.runner import PartialRun, ProgramRunner
-from ..engine.runner import GraphRunner, Kind, check_branches, evaluated, on_its_branch, with_probabilities
+from ..engine.runner import GraphRunner, Kind, check_branches, check_failure, evaluated, with_probabilities
 from ..engine.torch_memory import TorchMemory, shaped
 from ..engine.turns import Lane, Race
 from ..export.torch.capture.eager import random_state, set_random_state
@@ -315,8 +315,11 @@ class SizedPasses:
             ValueBranchError: If the inputs take another branch of the module than the graph; nothing has changed then.
         """
         passes = self.passes
-        with on_its_branch(passes.step):
+        try:
             results = passes.runner.call(list(values), lambda: self._kinds_of_results(values))
+        except (IndexError, RuntimeError) as error:
+            check_failure(passes.step, error)
+            raise
         if passes.conditions:
             check_branches(passes.step, {name: results[place] for name, place in passes.conditions.items()})
         saved = [values[place] if is_value else results[place] for is_value, place in passes.saved]

@@ -256,7 +256,7 @@ def test_a_callback_may_stop_and_add_numbers() -> None:
 def test_the_first_step_of_each_epoch_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     """If time allows: a callback or a data set may have changed what the model reads."""
     trainer, asked = mlp_trainer(), list[int]()
-    monkeypatch.setattr(trainer.loop, "verify_next", lambda: asked.append(trainer.train_step_info.step))
+    monkeypatch.setattr("ort_trainer.core.epochs.begin", lambda: asked.append(trainer.train_step_info.step))
     trainer.fit(mlp_batches(5), epochs=3)
     assert asked == [0, 5, 10]
 

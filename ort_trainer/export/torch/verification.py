@@ -57,7 +57,7 @@ class Verification:
     def __init__(self, every: int | str) -> None:
         self.is_automatic = every == "auto"
         self._every = 0 if isinstance(every, str) else every
-        self.last, self.has_renewed, self._epochs = 0, False, epochs.begun()
+        self.last, self.has_renewed, self._epochs = 0, False, epochs.count
         self._count, self._of_step = 0, dict[int, _Runs]()  # by id
         self._is_expected, self._expected_at = False, 0
         self._began, self._spent, self._last_cost = 0.0, 0.0, 0.0
@@ -80,8 +80,8 @@ class Verification:
         of_step = self._runs_of(step)
         runs = of_step.count + 1
         if self.is_automatic:
-            self._is_expected |= epochs.begun() != self._epochs
-            self._epochs = epochs.begun()
+            self._is_expected |= epochs.count != self._epochs
+            self._epochs = epochs.count
             now, is_early, is_power = time.perf_counter(), self._count < _FIRST, runs & (runs - 1) == 0
             if self._count in (0, _FIRST):
                 self._began, self._spent = now, 0.0
