@@ -349,7 +349,7 @@ def links(outputs: Sequence[torch.Tensor], values: Sequence[torch.Tensor], with_
             if not _overlap(value, output):
                 continue
             held, wanted = _whole_order(value), _whole_order(output)
-            if output.requires_grad and output.is_leaf == with_grad and value is not output:
+            if output.requires_grad and _has_history(output) != with_grad and value is not output:
                 raise ExportError(
                     "forward() returns a view of a parameter or an argument that was made under torch.no_grad() and "
                     "requires grad by itself, so its gradient is lost: detach() it, or make it with gradients"
@@ -375,6 +375,19 @@ def links(outputs: Sequence[torch.Tensor], values: Sequence[torch.Tensor], with_
         else:
             group.append((place, False, output))
     return shared
+
+
+def _has_history(tensor: torch.Tensor) -> bool:
+    """Returns whether a gradient of a tensor would reach any other: views of a view without a history have none."""
+    ahead, met = [tensor.grad_fn], set()
+    while ahead:
+        node = ahead.pop()
+        if hasattr(node, "variable"):  # it accumulates the gradient of a leaf
+            return True
+        if node is not None and node not in met:
+            met.add(node)
+            ahead += [following for following, _ in node.next_functions]
+    return False
 
 
 def refuse_other_gradients(

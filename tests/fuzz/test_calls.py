@@ -35,6 +35,7 @@ EACH = ("results[1].square().sum().backward()", "results[0].square().sum().backw
         (Case(("self.m = self.m * 0.9 + x.detach()",), ("self.m",)), "in PyTorch"),
         (Case(("h = self.m.view(2, 8)", "self.m = self.m * 0.9"), ("h",)), "in PyTorch"),
         (Case(("with torch.no_grad(): h = self.w[:]",), ("h",)), "in PyTorch"),
+        (Case(("with torch.no_grad(): h = x[:]",), ("x", "h.view(-1)"), arguments="x.requires_grad_()"), "in PyTorch"),
         (Case(("with torch.no_grad(): h = self.w.t()",), ("h.exp()",)), "in PyTorch"),
         (Case(("with torch.enable_grad(): h = self.w[:]",), ("h",), ALL, context="torch.no_grad()"), "in PyTorch"),
         (Case((_HOOK,), ("c",), ALL, context="torch.inference_mode()", arguments="c.requires_grad_()"), "in PyTorch"),

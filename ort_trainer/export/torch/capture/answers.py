@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .borrow import borrowed
-from .branches import Answers, Line, reads_watched, users_frame
+from .branches import READ_A_NUMBER, Answers, Line, Reads, kind_of_read, users_frame
 from .eager import random_state_kept
 from .step_module import ExportedStep
 
@@ -40,13 +40,15 @@ def answers_of(step: ExportedStep, batch: Mapping[str, torch.Tensor], training: 
 
     def read(method: Callable[[torch.Tensor], Any], tensor: torch.Tensor, frame: FrameType) -> Any:
         value = method(tensor)
-        note(frame, value)
+        note(frame, value, kind_of_read(method))
         return value
 
-    class Sizes(TorchDispatchMode):
-        """Notes the shapes of results that depend on values."""
+    class Operators(TorchDispatchMode):
+        """Notes the shapes of results that depend on values, and the values that operators read."""
 
         def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if operator in READ_A_NUMBER and not reads.inside:
+                return reads.number(args[0])
             result = operator(*args, **(kwargs or {}))
             if torch.Tag.dynamic_output_shape in operator.tags and isinstance(result, torch.Tensor):
                 note(users_frame(sys._getframe(1)), tuple(result.shape), str(operator))
@@ -57,8 +59,8 @@ def answers_of(step: ExportedStep, batch: Mapping[str, torch.Tensor], training: 
         random_state_kept(step.device_for(sample)),
         torch.no_grad(),
         step.autocast_for(sample),
-        reads_watched(read, torch.Tensor),
-        Sizes(),  # type: ignore[no-untyped-call]
+        Reads(read, torch.Tensor) as reads,
+        Operators(),  # type: ignore[no-untyped-call]
     ):
         module(*sample)
     return answers

@@ -28,9 +28,20 @@ from torch.utils import _pytree as pytree
 
 from ....core.errors import ExportError
 from ....engine.programs import operators  # noqa: F401 - which defines the package's own
-from ..fx.explain import LIBRARIES, line_of_trace, shown_place
+from ..fx.explain import COMPUTES, LIBRARIES, line_of_trace, shown_place
 
-__all__ = ["Answers", "Assumption", "Branches", "Line", "Number", "ValuesAsked", "reads_watched", "users_frame"]
+__all__ = [
+    "READ_A_NUMBER",
+    "Answers",
+    "Assumption",
+    "Branches",
+    "Line",
+    "Number",
+    "Reads",
+    "ValuesAsked",
+    "kind_of_read",
+    "users_frame",
+]
 
 Line = tuple[CodeType, int, str]
 """A line of a function, and an operator whose result has a size that values decide, or ``""`` for a value that is read.
@@ -59,6 +70,10 @@ _PYTHON_INTEGERS = ("__int__", "__index__")
 """Those of them that must return an ``int``, not a symbolic one."""
 _CONVERSIONS = ("__float__", "numpy")
 """Other such methods."""
+
+
+READ_A_NUMBER = (torch.ops.aten.item.default, torch.ops.aten._local_scalar_dense.default)
+"""Operators that read the value of a tensor."""
 
 
 _ASSUMED = "assumed by ort_trainer"
@@ -145,6 +160,7 @@ class Branches:
         import sympy  # slow
         from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
         from torch._subclasses.functional_tensor import FunctionalTensor
+        from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
         from torch.fx.experimental.symbolic_shapes import (
             GuardOnDataDependentSymNode,
             ShapeEnv,
@@ -173,6 +189,12 @@ class Branches:
         def dispatch(mode: FakeTensorMode, operator: Any, *args: Any, **kwargs: Any) -> Any:
             return self._sized(lambda: dispatches(mode, operator, *args, **kwargs), operator, sys._getframe(1))
 
+        def trace(mode: ProxyTorchDispatchMode, operator: Any, types: Any, args: Any = (), *rest: Any) -> Any:
+            if operator in READ_A_NUMBER and self._running and not reads.inside:
+                with mode:  # PyTorch has left it
+                    return reads.number(args[0])
+            return traces(mode, operator, types, args, *rest)
+
         def assert_async(tensor: torch.Tensor, *message: str) -> None:
             if _is_unknown(tensor):
                 self._leave()
@@ -196,22 +218,24 @@ class Branches:
             return answered
 
         def converted(method: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
-            def reads(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            def converts(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
                 if self._running and not _is_unknown(tensor):
                     self._constant_read(tensor)
                 return method(tensor, *args, **kwargs)
 
-            return reads
+            return converts
 
         checks: Any = torch._assert_async, torch._check_with
         evaluates, dispatches = ShapeEnv.evaluate_expr, FakeTensorMode.dispatch
+        traces = ProxyTorchDispatchMode.__torch_dispatch__
         self._left = False
         try:
             with (
                 contextlib.ExitStack() as stack,
                 mock.patch.object(torch, "_assert_async", assert_async),
                 mock.patch.object(torch, "_check_with", check_with),
-                reads_watched(self._read, torch.Tensor, FakeTensor, FunctionalTensor),
+                Reads(self._read, torch.Tensor, FakeTensor, FunctionalTensor) as reads,
+                mock.patch.object(ProxyTorchDispatchMode, "__torch_dispatch__", trace),
                 mock.patch.object(ShapeEnv, "evaluate_expr", evaluate),
                 mock.patch.object(FakeTensorMode, "dispatch", dispatch),
                 mock.patch.object(torch.SymFloat, "__bool__", bool_of_float),
@@ -229,7 +253,9 @@ class Branches:
 
     def _read(self, method: Callable[[torch.Tensor], Any], tensor: torch.Tensor, frame: FrameType) -> Any:
         """Returns a value that is read; a number without a known value if ``item()`` reads it."""
-        answer = self._next(frame)
+        answer = self._next(frame, kind_of_read(method))
+        if answer is None and self._running:  # torch.export reads an index by a method, PyTorch by an operator
+            answer = self._next(frame, "" if method in READ_A_NUMBER else str(READ_A_NUMBER[0]))
         if not _is_unknown(tensor):
             if self._running:
                 self._constant_read(tensor)
@@ -350,6 +376,8 @@ class Branches:
         if any(value is None for value in values.values()):
             return None
         answer = question(_computed(expression, values))
+        if isinstance(answer, float):  # no other batch would have it
+            return None
         return int(answer) if not isinstance(answer, bool) and expression.is_integer else bool(answer)
 
     def _as_tensors(self, symbols: Set[Any]) -> dict[Any, torch.Tensor]:
@@ -402,36 +430,58 @@ class Branches:
         self.assumptions.append(Assumption(value, _line(frame)))
 
 
-@contextlib.contextmanager
-def reads_watched(
-    read: Callable[[Callable[[torch.Tensor], Any], torch.Tensor, FrameType], Any], *kinds: type[torch.Tensor]
-) -> Iterator[None]:
-    """Calls a function in place of the methods of tensors by which ``if``, ``int()``, ``item()`` and more read values.
+def kind_of_read(method: Callable[[torch.Tensor], Any]) -> str:
+    """Returns what tells apart the values that a line's methods read, and those that an operator reads."""
+    return str(method) if method in READ_A_NUMBER else ""
+
+
+class Reads:
+    """A context that calls a function in place of what reads values of tensors: ``if``, ``int()``, ``item()`` and more.
 
     Args:
         read: Takes the method, the tensor and the frame that reads it; returns the value.
         kinds: Classes of tensors that have their own methods.
-    """
-    inside = False
 
-    def watched(method: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
+    Attributes:
+        inside: Whether a value is read now: PyTorch's modes call methods and operators again.
+    """
+
+    def __init__(
+        self, read: Callable[[Callable[[torch.Tensor], Any], torch.Tensor, FrameType], Any], *kinds: type[torch.Tensor]
+    ) -> None:
+        self._read, self._kinds, self._stack = read, kinds, contextlib.ExitStack()
+        self.inside = False
+
+    def __enter__(self) -> Reads:
+        methods = [(kind, name, getattr(kind, name)) for kind in self._kinds for name in _READS]
+        for kind, name, method in methods:
+            self._stack.enter_context(mock.patch.object(kind, name, self._watched(method)))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def number(self, tensor: torch.Tensor) -> Any:
+        """Reads a tensor that stands for a number, as in ``arange(n)``: PyTorch calls an operator, and no method."""
+        return self._value(READ_A_NUMBER[0], tensor, sys._getframe(1))
+
+    def _watched(self, method: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
         def reads(tensor: torch.Tensor) -> Any:
-            nonlocal inside
-            if inside:  # PyTorch's modes call the method again
-                return method(tensor)
-            inside = True
-            try:
-                return read(method, tensor, sys._getframe(1))
-            finally:
-                inside = False
+            return method(tensor) if self.inside else self._value(method, tensor, sys._getframe(1))
 
         return reads
 
-    with contextlib.ExitStack() as stack:
-        methods = [(kind, name, getattr(kind, name)) for kind in kinds for name in _READS]
-        for kind, name, method in methods:
-            stack.enter_context(mock.patch.object(kind, name, watched(method)))
-        yield
+    def _value(self, method: Callable[[torch.Tensor], Any], tensor: torch.Tensor, frame: FrameType) -> Any:
+        caller: FrameType | None = frame
+        while caller is not None and caller.f_code.co_filename.startswith(LIBRARIES):
+            if caller.f_code.co_filename.startswith(COMPUTES):
+                break
+            caller = caller.f_back
+        self.inside = True
+        try:
+            return self._read(method, tensor, caller or frame)
+        finally:
+            self.inside = False
 
 
 def users_frame(frame: FrameType) -> FrameType:

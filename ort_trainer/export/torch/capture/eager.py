@@ -241,14 +241,24 @@ def differentiated(
 def exchanges_modules(step: ExportedStep, batch: Mapping[str, torch.Tensor], training: bool) -> bool:
     """Runs a step in PyTorch, and keeps the modules that it exchanges for others with the same parameters and buffers.
 
-    BigBird does that for short texts. Nothing else of the run stays, except for the attributes that remember it.
+    BigBird does that for short texts. Nothing else of the run stays, except for the attributes that remember it, and
+    the random numbers that the new modules have taken for their first weights.
 
     Returns:
         Whether there are such modules.
     """
     module, sample, _ = _prepared(step, batch)
-    before = _tensors(step.model)
+    before, state = _tensors(step.model), torch.get_rng_state()
+    set_attribute = nn.Module.__setattr__
+
+    def note_state(part: nn.Module, name: str, value: Any) -> None:
+        nonlocal state
+        set_attribute(part, name, value)
+        if isinstance(value, nn.Module):
+            state = torch.get_rng_state()
+
     with (
+        mock.patch.object(nn.Module, "__setattr__", note_state),
         random_state_kept(step.device_for(sample)),
         borrowed(module, (), training, step.modes_in(training)),
         torch.no_grad(),
@@ -259,6 +269,7 @@ def exchanges_modules(step: ExportedStep, batch: Mapping[str, torch.Tensor], tra
         exchange, are_same = module.recorder.exchange(), _tensors(step.model) == before
     if are_same:
         exchange()
+        torch.set_rng_state(state)
     return are_same
 
 

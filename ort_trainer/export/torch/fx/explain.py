@@ -16,6 +16,7 @@ from torch import nn
 from ....core.errors import PACKAGE, ExportError
 
 __all__ = [
+    "COMPUTES",
     "LIBRARIES",
     "explain",
     "forward_line",
@@ -34,8 +35,8 @@ __all__ = [
 # Not the user's code: PyTorch and this package.
 _TORCH = Path(torch.__file__).parent
 LIBRARIES = (f"{_TORCH}{os.sep}", f"{Path(__file__).parents[1]}{os.sep}")
-# The parts of PyTorch that compute in Python; the other parts only capture the model.
-_COMPUTES = tuple(str(_TORCH / part) for part in ("nn", "distributions", "functional.py", "_decomp", "_refs"))
+COMPUTES = tuple(str(_TORCH / part) for part in ("nn", "distributions", "functional.py", "_decomp", "_refs"))
+"""The parts of PyTorch that compute in Python; the other parts only capture the model."""
 _GRADIENTS = tuple(
     str(_TORCH / part) for part in ("autograd/__init__.py", "autograd/functional.py", "_functorch/eager_transforms.py")
 )
@@ -193,7 +194,7 @@ def _library_line_of_error(error: BaseException) -> str:
     """Returns the line in PyTorch that raised when the user's code called it; "" if the user's own line raised."""
     frames = _frames_of_error(error)
     user_frames = [number for number, frame in enumerate(frames) if not frame[0].startswith(LIBRARIES)]
-    inner = [frame for frame in frames[user_frames[-1] + 1 :] if frame[0].startswith(_COMPUTES)] if user_frames else []
+    inner = [frame for frame in frames[user_frames[-1] + 1 :] if frame[0].startswith(COMPUTES)] if user_frames else []
     inner = [frame for frame in inner if frame[0] != _CALLS_FORWARD]
     return shown_place(inner[-1]) if inner else ""
 

@@ -84,7 +84,8 @@ def test_what_a_graph_can_not_do_is_refused_with_its_place(model: Net, message: 
 
 def _exchanges(net: Any, h: torch.Tensor) -> torch.Tensor:
     if net.kind == "sparse":  # as BigBird does for a short text: another module around the same layers
-        dense = nn.Sequential(net.part[0], nn.ReLU())
+        dense = nn.Sequential(nn.Linear(3, 3), nn.ReLU())  # whose first weights take random numbers
+        dense[0] = net.part[0]
         net.kind, net.part = "dense", dense
     net.__dict__["calls"].append(1)
     return net.part(h)
