@@ -455,6 +455,12 @@ LAYERS: dict[str, Layer] = {
     "embedding bag": Layer(
         "v", "self.{n} = nn.EmbeddingBag(7, {w}, mode='mean')", "h = h + self.{n}((h.detach() > 0).long() * 2 + 1)"
     ),
+    "number in a tensor": Layer(  # which the graph does not know
+        "v",
+        "",
+        "c = h.detach().square().add(1).sign().sum(1)[0].long(); h = h[:, :c] * torch.arange(c).to(h.dtype) / {w}; "
+        "h = h + torch.zeros(c).to(h.dtype) + h.detach()[:, c - {k}].mean()",
+    ),
     "vmap": Layer("vs", "", "h = torch.func.vmap(lambda r: r * r.sum())(h) * {f}"),
     "hook": Layer(
         "vs",

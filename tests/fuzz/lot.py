@@ -35,7 +35,7 @@ _NAME = "drawn"
 _PACKAGE = f"{Path(ort_trainer.__file__).parent}{os.sep}"
 # PyTorch runs the program, so none of these is of the program. The others, PyTorch's exporters raise themselves.
 _MISTAKES = (AssertionError, AttributeError, IndexError, KeyError, NameError, TypeError)
-_EXPLAINED = re.compile("could not capture Net: (AttributeError|NameError):")
+_EXPLAINED = re.compile("could not capture Net: (AttributeError|NameError):|This should be reported")
 
 
 class _Case(Protocol):

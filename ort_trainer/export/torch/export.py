@@ -132,6 +132,15 @@ class _Exporter:
         self._output: tuple[str, ...] = ()
 
     def run(self) -> Export:
+        try:
+            return self._run()
+        except Exception as error:  # an operator, or its kernel, may need what a size is that values decide
+            if isinstance(error, ValuesAsked) or not self._module.branches.fix_integers():
+                raise
+            _log.debug("with integers of this batch: %s", error)
+            return self._run()
+
+    def _run(self) -> Export:
         step, training = self._step, self._training
         trainable = {f"model.{name}" for name in step.trainable} if training else set()
         with borrowed(self._module, trainable, training, step.modes_in(training)):

@@ -387,6 +387,17 @@ def repeats_by_number(h: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
     return h.sum()
 
 
+def stand_for_numbers(h: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+    longest: Any = sizes.max()
+    mask = torch.arange(longest) < sizes[:, None]  # of padding, as models write it
+    return h[longest].sum() + (mask.sum() * torch.ones(2, longest)).sum() * h[:, torch.div(longest, 2).long()].sum()
+
+
+def cut_by_a_tensor(h: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+    longest: Any = sizes.max()
+    return h[:longest].square().sum() + h[longest:, :longest].sum()
+
+
 class Sized(nn.Module):
     """Applies a function to hidden values and to sizes, of which there are as many as rows."""
 
@@ -405,7 +416,8 @@ SIZES = [[2, 0, 3, 1], [0, 4, 1, 1], [1, 1, 1, 3], [0, 1, 1, 4]]
 @pytest.mark.parametrize(
     ("function", "kernels", "graphs"),
     [
-        *((function, "pytorch", 1) for function in (splits, cuts, writes, selects_some)),
+        *((function, "pytorch", 1) for function in (splits, cuts, writes, selects_some, stand_for_numbers)),
+        (cut_by_a_tensor, "pytorch", 1),
         *((function, "onnxruntime", 1) for function in (splits, cuts)),
         (counts, "pytorch", 2),  # of 3 and 4
         (repeats_by_number, "pytorch", 3),
