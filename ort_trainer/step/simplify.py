@@ -129,7 +129,7 @@ class _RegisterLostConstantsPass(ir.passes.InPlacePass):
 
 def convert_opset(model: ir.Model, opset: int) -> None:
     """Converts a model to a higher opset in place."""
-    if model.opset_imports[""] < opset:
+    if model.opset_imports.setdefault("", opset) < opset:  # a graph may have no operator
         import onnxscript.version_converter
 
         onnxscript.version_converter.convert_version(model, opset, fallback=True)

@@ -51,6 +51,8 @@ EACH = ("results[1].square().sum().backward()", "results[0].square().sum().backw
         # Numbers that are computed from sizes, between the other results.
         (Case((), ("len(d) * 2", "self.a(x)", "(d.numel() / 3, {'rows': d.size(0)})"), ALL), "equal"),
         (Case(("h = self.a(x)",), ("h", "d.size(0) > 3", "h.detach()", "f'{d.size(0)}'"), ALL), "equal"),
+        # A graph of no operator at all.
+        (Case((), ("self.w", "len(d)", "x", "d.size(0)"), ALL, kernels="onnxruntime"), "equal"),
     ],
     ids=lambda value: f"{value.forward} {value.results}" if isinstance(value, Case) else value,
 )
