@@ -221,7 +221,8 @@ class Branches:
             def converts(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
                 if self._running and not _is_unknown(tensor):
                     self._constant_read(tensor)
-                return method(tensor, *args, **kwargs)
+                with reads.unanswered():  # no other batch would have the same
+                    return method(tensor, *args, **kwargs)
 
             return converts
 
@@ -465,6 +466,15 @@ class Reads:
         """Reads a tensor that stands for a number, as in ``arange(n)``: PyTorch calls an operator, and no method."""
         return self._value(READ_A_NUMBER[0], tensor, sys._getframe(1))
 
+    @contextlib.contextmanager
+    def unanswered(self) -> Iterator[None]:
+        """A context in which PyTorch reads values by itself."""
+        inside, self.inside = self.inside, True
+        try:
+            yield
+        finally:
+            self.inside = inside
+
     def _watched(self, method: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
         def reads(tensor: torch.Tensor) -> Any:
             return method(tensor) if self.inside else self._value(method, tensor, sys._getframe(1))
@@ -477,11 +487,8 @@ class Reads:
             if caller.f_code.co_filename.startswith(COMPUTES):
                 break
             caller = caller.f_back
-        self.inside = True
-        try:
+        with self.unanswered():
             return self._read(method, tensor, caller or frame)
-        finally:
-            self.inside = False
 
 
 def users_frame(frame: FrameType) -> FrameType:

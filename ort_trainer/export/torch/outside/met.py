@@ -500,7 +500,8 @@ class Met:
             if of_user or name == "forward" or not callable(of_type):
                 self._record_if_old(values, name, place, MISSING)
             if of_user or name == "forward":
-                self.record((*place, Access("class", name)), of_type)
+                having = next((base for base in type(owner).__mro__ if name in vars(base)), type(owner))
+                self._record_if_old(having, name, place, of_type, "class")
             elif isinstance(of_type, types.GetSetDescriptorType):  # a property's own reads are recorded as it runs
                 self.record((*place, Access("get", name)), value)
             if of_user and type(of_type) is types.FunctionType:
