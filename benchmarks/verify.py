@@ -2,25 +2,31 @@
 
     python benchmarks/verify.py
 
-All contenders take turns in one process and one thread; figures are medians of processor time, so that other
-processes disturb them little. Steps of "auto" are measured after the first hundred, of which many are compared.
+The contenders take turns, each in its own process (see turns.py) and one thread. Steps are measured after the first
+hundred, of which "auto" compares many. The table has the medians of all steps. What "auto" compares later is rare, so
+its cost is the part of the time that is above the median, beside that of "off".
 """
 
 from __future__ import annotations
 
-import functools
+import argparse
 import statistics
-import time
+import sys
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from turns import Contender, Result, Training, measure, serve
+from versions import ENGINES, versions
 
 from ort_trainer import ORTModule, ORTTrainer, ORTTrainerOptions, optim
 
-BEFORE, TURNS = 130, 7
-EVERY: tuple[str | int, ...] = ("off", "auto", 1)
+ROUNDS = 9
+EAGER, TRAINER, MODULE = "eager PyTorch", "trainer", "`ORTModule`"
+CONTENDERS = (EAGER, *(f"{face}, {every}" for face in (TRAINER, MODULE) for every in ("off", "auto", "1")))
+RATE = 1e-6  # a batch that is learnt has gradients of roundings, which are compared again
 Batch = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -52,56 +58,65 @@ def bert() -> tuple[nn.Module, Batch]:
     return Bert(), (torch.randint(0, 1000, (8, 64)), torch.randint(0, 2, (8,)))
 
 
-def trainer_step(make: Callable[[], tuple[nn.Module, Batch]], every: str | int) -> Callable[[], object]:
-    """Returns a step of a trainer."""
-    model, batch = make()
-    options = ORTTrainerOptions({"debug": {"verify_every": every}})
-    trainer = ORTTrainer(model, "auto", optim.AdamWConfig(lr=1e-4), loss_fn=F.cross_entropy, options=options)
-    return lambda: trainer.train_step(*batch)
+def training_of(row: str, contender: str) -> Training:
+    """Returns the training of a contender."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model, (x, label) = ROWS[row][0]()
+    face, _, every = contender.partition(", ")
+    options: Any = {"debug": {"verify_every": int(every) if every.isdigit() else every}}
+    if face == TRAINER:
+        config = optim.AdamWConfig(lr=RATE)
+        trainer = ORTTrainer(model, "auto", config, loss_fn=F.cross_entropy, options=ORTTrainerOptions(options))
+        return Training(lambda: trainer.train_step(x, label)[0], trainer)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, fused=True)
+    if face == MODULE:
+        model = ORTModule(model, options)
 
-
-def loop_step(
-    make: Callable[[], tuple[nn.Module, Batch]], wrap: Callable[[nn.Module], nn.Module]
-) -> Callable[[], None]:
-    """Returns a step of a loop in PyTorch."""
-    model, (x, label) = make()
-    optimizer, model = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True), wrap(model)
-
-    def step() -> None:
+    def step() -> torch.Tensor:
         optimizer.zero_grad()
-        F.cross_entropy(model(x), label).backward()
+        loss = F.cross_entropy(model(x), label)
+        loss.backward()
         optimizer.step()
+        return loss
 
-    return step
+    return Training(step)
 
 
-def milliseconds(step: Callable[[], object], count: int) -> float:
-    """Returns the mean processor time of a step."""
-    start = time.process_time()
-    for _ in range(count):
-        step()
-    return (time.process_time() - start) / count * 1e3
+ROWS: dict[str, tuple[Callable[[], tuple[nn.Module, Batch]], int]] = {
+    "MLP, 64 x 64 to 256 to 256 to 10": (mlp, 500),
+    "BERT, 2 layers of width 128, 8 x 64 tokens": (bert, 130),
+}
+"""Models, and the number of steps in a block."""
+
+
+def above_the_median(result: Result) -> float:
+    """Returns the percentage of the time that steps take beyond the median."""
+    return 100 * (1 - len(result.times) * result.median / sum(result.times))
 
 
 def main() -> None:
     """Prints a table."""
-    torch.set_num_threads(1)
-    columns = "eager PyTorch", *(f"{face}, {every}" for face in ("trainer", "`ORTModule`") for every in EVERY)
-    print(f"| one thread, ms a step | {' | '.join(columns)} |\n|---|{'---|' * len(columns)}")
-    for name, make, count in (("MLP", mlp, 500), ("BERT, 2 layers", bert, 100)):
-        steps = [
-            loop_step(make, lambda model: model),
-            *(trainer_step(make, every) for every in EVERY),
-            *(
-                loop_step(make, functools.partial(ORTModule, options={"debug": {"verify_every": every}}))
-                for every in EVERY
-            ),
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--contender", nargs=2)
+    arguments = parser.parse_args()
+    if arguments.contender:
+        serve(lambda: training_of(*arguments.contender))
+        return
+    print(versions(["torch", *ENGINES]))
+    print(f"| ms a step | {' | '.join(CONTENDERS)} |\n|---|{'---|' * len(CONTENDERS)}")
+    costs = []
+    for row, (_, steps) in ROWS.items():
+        commands = {c: Contender((sys.executable, __file__, "--contender", row, c)) for c in CONTENDERS}
+        results, _ = measure(commands, steps, ROUNDS, starts=1, needed=EAGER)
+        print(
+            f"| {row} | {' | '.join(f'{statistics.median(result.times) * 1e3:.2f}' for result in results.values())} |"
+        )
+        off, auto = ([above_the_median(results[f"{face}, {x}"]) for face in (TRAINER, MODULE)] for x in ("off", "auto"))
+        costs += [
+            f"{row}: {face} {o:.1f} %, auto {a:.1f} %" for face, o, a in zip((TRAINER, MODULE), off, auto, strict=True)
         ]
-        for step in steps:
-            milliseconds(step, BEFORE)
-        turns = [[milliseconds(step, count) for step in steps] for _ in range(TURNS)]
-        medians = [statistics.median(times) for times in zip(*turns, strict=True)]
-        print(f"| {name} | {' | '.join(f'{median:.2f}' for median in medians)} |")
+    print("\nAbove the median: off, and auto", *costs, sep="\n- ")
 
 
 if __name__ == "__main__":

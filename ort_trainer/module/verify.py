@@ -96,7 +96,7 @@ class CallVerifier:
             turns.expect()
         if not turns.is_due(graphs.passes.step):
             return graphs.result(call(values), values)
-        began, taken, number = time.perf_counter(), list(values), turns.number  # a copy: the call adds random inputs
+        began, taken, number = time.process_time(), list(values), turns.number  # a copy: the call adds random inputs
         with torch.inference_mode(False):
             eager = _EagerCall(self._module, graphs, values, args, kwargs, number, turns.is_automatic)
         tensors = call(values, functools.partial(self._check_gradients, eager))

@@ -67,7 +67,7 @@ class StepVerifier:
         state = executor.generator.get_state()
 
         def check(step: Step, outputs: Mapping[str, torch.Tensor], written: Mapping[str, torch.Tensor]) -> None:
-            began = time.perf_counter()
+            began = time.process_time()
             message = self._compared(executor, batch, scale, state, number, step, outputs, written)
             if message:
                 last = f"The last step that was compared before was run {turns.last}. " if turns.last else ""

@@ -17,10 +17,12 @@ from . import program
 from .recipe import Recipe
 from .train import TRAIN, in_pytorch, loss_of, with_compile
 
-__all__ = ["BAD", "Outcome", "compare", "explodes"]
+__all__ = ["BAD", "REPORTED", "Outcome", "compare", "explodes"]
 
 # Outcomes that are failures.
 BAD = ("wrong", "raw error", "crash")
+# Of a message that the package raises from an error that nobody meant.
+REPORTED = "This should be reported"
 # Relative differences that always pass, as in tests/fidelity: roundings of other kernels in sums and norms.
 _FLOOR = {"float32": 1e-4, "float64": 1e-9, "bfloat16": 3e-2, "autocast": 3e-2, "autocast16": 4e-3}
 # What docs/limits.md says of doubles: in Fourier transforms by ONNX Runtime, and where the norm is clipped.
@@ -268,7 +270,7 @@ def _of_error(error: Exception) -> Outcome:
     place = f"{last.filename.rpartition('site-packages/')[2]}:{last.name}"
     # PyTorch's kernels have no frames of Python, so their errors end in the package, too, but where it calls them.
     is_own = last.filename.startswith(_PACKAGE) and (last.line or "").startswith("raise ")
-    is_own = is_own and "This should be reported" not in text  # raised from an error that nobody meant
+    is_own = is_own and REPORTED not in text
     if is_own and str(error) and not isinstance(error, (AssertionError, KeyError)):
         if type(error).__name__ == "VerificationError":
             return Outcome("wrong", text, place)

@@ -27,7 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 import ort_trainer
 from ort_trainer.module.fallback import Fallback
 
-from .compare import BAD, Outcome, explodes
+from .compare import BAD, REPORTED, Outcome, explodes
 
 __all__ = ["drawn", "judge", "main", "running", "shrink", "without_one"]
 
@@ -35,7 +35,7 @@ _NAME = "drawn"
 _PACKAGE = f"{Path(ort_trainer.__file__).parent}{os.sep}"
 # PyTorch runs the program, so none of these is of the program. The others, PyTorch's exporters raise themselves.
 _MISTAKES = (AssertionError, AttributeError, IndexError, KeyError, NameError, TypeError)
-_EXPLAINED = re.compile("could not capture Net: (AttributeError|NameError):|This should be reported")
+_EXPLAINED = re.compile(f"could not capture Net: (AttributeError|NameError):|{REPORTED}")
 
 
 class _Case(Protocol):

@@ -134,7 +134,7 @@ def test_comparisons_are_silent(capsys: pytest.CaptureFixture[str]) -> None:
 def test_which_steps_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     steps = [Step(kind="training", inputs=(), outputs=(), loss="", state={}) for _ in range(2)]
-    monkeypatch.setattr("ort_trainer.export.torch.verification.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("ort_trainer.export.torch.verification.time.process_time", lambda: now[0])
 
     def compared(count: int, seconds: float, expected: Sequence[int] = (), at: int = 0) -> list[int]:
         found = []

@@ -82,12 +82,11 @@ class Verification:
         if self.is_automatic:
             self._is_expected |= epochs.count != self._epochs
             self._epochs = epochs.count
-            now, is_early, is_power = time.perf_counter(), self._count < _FIRST, runs & (runs - 1) == 0
+            is_early, is_power = self._count < _FIRST, runs & (runs - 1) == 0
             if self._count in (0, _FIRST):
-                self._began, self._spent = now, 0.0
+                self._began, self._spent = time.process_time(), 0.0
             self._is_expected |= is_power or self._count - self._expected_at >= _EVERY
-            affords = (now - self._began) * _COSTS[not is_early] >= self._spent + self._last_cost
-            is_due = runs == 1 or (is_early and is_power) or (self._is_expected and affords)
+            is_due = runs == 1 or (is_early and is_power) or (self._is_expected and self._affords(_COSTS[not is_early]))
             # Processes have clocks and memory of their own: one that repeats a step alone would wait for the others.
             if is_due and (not of_step.can_be_repeated or has_users_operators() or _communicates(step)):
                 of_step.can_be_repeated = is_due = False
@@ -98,17 +97,22 @@ class Verification:
             of_step.count = runs
         return is_due
 
+    def _affords(self, cost: float) -> bool:
+        """Returns whether one more repetition takes no larger part of the time than given."""
+        # Of the processor's time, as a run's pauses are not its own.
+        return (time.process_time() - self._began) * cost >= self._spent + self._last_cost
+
     def passed(self, step: Step, began: float) -> None:
         """Counts a run that was repeated and is valid.
 
         Args:
             step: What its graph computes.
-            began: When its repetition began; see ``time.perf_counter``.
+            began: When its repetition began; see ``time.process_time``.
         """
         self._count += 1
         self._runs_of(step).count += 1
         self.last, self._is_expected, self._expected_at = self._count, False, self._count
-        self._last_cost = time.perf_counter() - began
+        self._last_cost = time.process_time() - began
         self._spent += self._last_cost
 
     def give_up(self, step: Step, error: Exception) -> None:

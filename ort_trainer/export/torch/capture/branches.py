@@ -482,19 +482,21 @@ class Reads:
         return reads
 
     def _value(self, method: Callable[[torch.Tensor], Any], tensor: torch.Tensor, frame: FrameType) -> Any:
-        caller: FrameType | None = frame
-        while caller is not None and caller.f_code.co_filename.startswith(LIBRARIES):
-            if caller.f_code.co_filename.startswith(COMPUTES):
-                break
-            caller = caller.f_back
         with self.unanswered():
-            return self._read(method, tensor, caller or frame)
+            return self._read(method, tensor, users_frame(frame, COMPUTES))
 
 
-def users_frame(frame: FrameType) -> FrameType:
-    """Returns the innermost frame that is neither PyTorch's nor this package's; the given one if all are."""
+def users_frame(frame: FrameType, among: tuple[str, ...] = ()) -> FrameType:
+    """Returns the innermost frame that is neither PyTorch's nor this package's; the given one if all are.
+
+    Args:
+        frame: Where to begin.
+        among: Files and folders of these libraries whose frames count as the user's.
+    """
     caller: FrameType | None = frame
-    while caller is not None and caller.f_code.co_filename.startswith(LIBRARIES):
+    while caller is not None and (file := caller.f_code.co_filename).startswith(LIBRARIES):
+        if file.startswith(among):
+            break
         caller = caller.f_back
     return caller or frame
 

@@ -245,11 +245,18 @@ def exchanges_modules(step: ExportedStep, batch: Mapping[str, torch.Tensor], tra
     the random numbers that the new modules have taken for their first weights.
 
     Returns:
-        Whether there are such modules.
+        Whether there are such modules, and the run draws nothing before it makes the first of them: a graph could not
+        draw as this run does.
     """
     module, sample, _ = _prepared(step, batch)
     before, state = _tensors(step.model), torch.get_rng_state()
-    set_attribute = nn.Module.__setattr__
+    initial, first = state, list[torch.Tensor]()
+    initialize, set_attribute = nn.Module.__init__, nn.Module.__setattr__
+
+    def note_first(part: nn.Module, *args: Any, **kwargs: Any) -> None:
+        if not first:
+            first.append(torch.get_rng_state())
+        initialize(part, *args, **kwargs)
 
     def note_state(part: nn.Module, name: str, value: Any) -> None:
         nonlocal state
@@ -258,6 +265,7 @@ def exchanges_modules(step: ExportedStep, batch: Mapping[str, torch.Tensor], tra
             state = torch.get_rng_state()
 
     with (
+        mock.patch.object(nn.Module, "__init__", note_first),
         mock.patch.object(nn.Module, "__setattr__", note_state),
         random_state_kept(step.device_for(sample)),
         borrowed(module, (), training, step.modes_in(training)),
@@ -267,10 +275,11 @@ def exchanges_modules(step: ExportedStep, batch: Mapping[str, torch.Tensor], tra
     ):
         module.run(*sample)
         exchange, are_same = module.recorder.exchange(), _tensors(step.model) == before
-    if are_same:
-        exchange()
-        torch.set_rng_state(state)
-    return are_same
+    if not are_same or any(not torch.equal(initial, drawn) for drawn in first):
+        return False
+    exchange()
+    torch.set_rng_state(state)
+    return True
 
 
 def _tensors(model: nn.Module) -> dict[str, int]:

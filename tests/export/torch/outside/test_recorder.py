@@ -96,6 +96,10 @@ def test_modules_that_the_first_step_exchanges(evaluates: bool) -> None:
     models = [Net(_exchanges, kind="sparse", part=nn.Sequential(nn.Linear(3, 3), nn.Tanh()), calls=[]) for _ in "12"]
     models[1].load_state_dict(models[0].state_dict())
     trainer, sgd = trainer_of(models[0]), torch.optim.SGD(models[1].parameters(), lr=0.1)
+    state = torch.get_rng_state()
+    models[1](X)
+    expected = torch.get_rng_state()
+    torch.set_rng_state(state)
     if evaluates:
         trainer.eval_step(X, Y)
     for step in range(3):
@@ -106,6 +110,14 @@ def test_modules_that_the_first_step_exchanges(evaluates: bool) -> None:
         assert_close(trainer.train_step(X, Y)[0], loss.detach(), 1e-6, f"loss {step}")
         assert models[0].kind == "dense" and len(models[0].calls) == step + 1
     assert_same_weights(trainer, models[1], 1e-6)
+    assert torch.equal(torch.get_rng_state(), expected) and not torch.equal(state, expected)
+
+
+def test_modules_that_a_run_exchanges_after_it_has_drawn() -> None:
+    model = Net(lambda net, h: _exchanges(net, F.dropout(h)), kind="sparse", part=nn.Sequential(nn.Tanh()), calls=[])
+    with pytest.raises(ExportError, match="makes or replaces modules"):
+        trainer_of(model).train_step(X, Y)
+    assert model.kind == "sparse" and not model.calls
 
 
 _numbers = itertools.count()
