@@ -13,6 +13,7 @@ from torch import nn
 
 from .amp import LossScaler
 from .core.errors import CheckpointError, shown
+from .core.report import Report
 from .distributed import launch
 from .export import loss_function
 from .export.torch import LossFunction
@@ -702,6 +703,14 @@ class ORTTrainer:
         buffer = io.BytesIO()
         save_checkpoint_file(buffer, {}, values)
         return [load_checkpoint_file(io.BytesIO(file))[1] for file in self._loop.strategy.gather(buffer.getvalue())]
+
+    def report(self) -> Report:
+        """Returns what has run: steps by graph, exports and their seconds, whose kernels compute, and the memory.
+
+        Example:
+            >>> print(trainer.report())
+        """
+        return self._loop.report(repr(self)[1:-1])
 
     def __repr__(self) -> str:
         """Returns the model's name, the number of steps, and whose kernels compute them, once that is known."""

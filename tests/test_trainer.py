@@ -45,6 +45,19 @@ def test_return_values_counters_and_phase() -> None:
     assert trainer.train_step_info.step == before
 
 
+def test_report() -> None:
+    trainer = mlp_trainer()
+    assert "none yet" in str(trainer.report()) and not trainer.report().graphs
+    for batch in (*mlp_batches(3), (X[:2], Y[:2])):
+        trainer.train_step(*batch)
+    trainer.eval_step(X, Y)
+    report = trainer.report()
+    assert [(graph.name, graph.runs) for graph in report.graphs] == [("training", 4), ("evaluation", 1)]
+    assert all(graph.seconds > 0 for graph in report.graphs) and report.verified == 4
+    size = 4 * sum(parameter.numel() for parameter in MLP().parameters())
+    assert report.memory["weights"] == size and report.memory["gradients"] >= size
+
+
 def test_ways_to_call(trainer: ORTTrainer) -> None:
     trainer.prepare((X, Y))
     assert trainer.train_step_info.step == 0

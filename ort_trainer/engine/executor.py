@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 import itertools
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
@@ -185,8 +186,7 @@ class Executor:
         for name, tensor in tensors.items():
             kinds = (self.parameters, self.buffers, self.outside)
             next((kind for kind in kinds if name in kind), self.outside)[name] = tensor
-            rivals = (turns.rival for turns in self._turns.values())
-            for runner in (*itertools.chain(*self._runners.values()), *self._pruned.values(), *rivals):
+            for runner in self._all_runners():
                 if name in runner.step.state:
                     runner.rebind(name, tensor)
         for plan in self._plans.values():
@@ -199,6 +199,17 @@ class Executor:
     def graphs(self, training: bool) -> list[Step]:
         """Returns the graphs of a mode, for all variants of the model, in the order in which they were added."""
         return [runner.step for (mode, _), runners in self._runners.items() if mode == training for runner in runners]
+
+    def runs(self) -> dict[int, int]:
+        """Returns how often graphs have run, by their ids; what runs only a part of a graph counts for it."""
+        counts: dict[int, int] = collections.Counter()
+        for runner in self._all_runners():
+            counts[id(runner.whole)] += runner.runs
+        return counts
+
+    def _all_runners(self) -> list[GraphRunner]:
+        rivals = (turns.rival for turns in self._turns.values())
+        return [*itertools.chain(*self._runners.values()), *self._pruned.values(), *rivals]
 
     def graphs_of_variant(self, training: bool) -> list[Step]:
         """Returns the graphs of a mode for the selected variant."""
@@ -338,6 +349,7 @@ class Executor:
             check_failure(runner.step, error)
             raise
         check_branches(runner.step, results)
+        runner.runs += 1
         return list(results.values())
 
     def _runners_for(self, training: bool) -> list[GraphRunner]:
@@ -388,6 +400,7 @@ class Executor:
             check_branches(step, results)
         if check is not None:
             check(step, results, written)
+        plan.runner.runs += 1
         for name, output in step.buffer_updates.items():
             self.tensor(name).copy_(written[output])
         fetched = list(results.values())

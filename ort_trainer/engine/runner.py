@@ -133,6 +133,7 @@ class GraphRunner(ABC):
         inputs: Names of the graph's inputs: state, batch, random numbers, loss scale.
         outputs: Names of the graph's outputs.
         whole: The step itself, or the unpruned step of which it is a part.
+        runs: How often it has run in a trainer.
     """
 
     keeps_destinations: bool
@@ -150,6 +151,7 @@ class GraphRunner(ABC):
             self.outputs += part.values()
         self.outputs += step.assumptions
         self.whole = step
+        self.runs = 0
 
     def rebind(self, name: str, tensor: Any) -> None:
         """Replaces the tensor of a parameter or buffer; the caller must clear the bindings of all plans."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 import re
 import sys
 import threading
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,6 +34,7 @@ __all__ = [
     "foreign_context",
     "in_backward_pass",
     "is_running",
+    "own_methods",
     "policy_of",
     "refuse_divided",
     "refuse_freed",
@@ -164,13 +167,16 @@ class Fallback:
 
     Attributes:
         policy: As given.
+        called: Whether ``forward`` of the wrapper was ever called.
         entered: Whether a call from outside the module has arrived since this was last set to False.
+        counts: Why PyTorch ran calls -> how many.
     """
 
     def __init__(self, module: nn.Module, policy: str) -> None:
         self._module, self.policy = module, policy
-        self.entered = False
+        self.called = self.entered = False
         self._warned: set[str] = set()
+        self.counts = Counter[str]()
 
     def run(self, reason: Exception, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Runs the module in PyTorch.
@@ -189,6 +195,7 @@ class Fallback:
             raise reason
         with running(self._module):
             result = self._module(*args, **kwargs)
+        self._count(str(reason))
         # Only now: if PyTorch raises, too, the error is the user's, and a warning would distract from it.
         if not isinstance(reason, SettlingError):
             self.warn(str(reason))
@@ -199,8 +206,9 @@ class Fallback:
         if not torch.compiler.is_compiling():  # torch.compile would record the warning, and its user expects PyTorch
             reason = f"it is called inside {context}, which needs PyTorch's own operators"
             if self.policy == "error":
-                raise RuntimeError(f"{type(self._module).__name__} can't run as a graph: {reason}")
+                raise RuntimeError(f"{self._module._get_name()} can't run as a graph: {reason}")
             self.warn(reason)
+            self._count(reason)
         if "forward" not in vars(self._module):  # it can't call this wrapper; torch.compile can't record running()
             return self._module(*args, **kwargs)
         with running(self._module):
@@ -212,14 +220,43 @@ class Fallback:
             return
         self._warned.add(reason)
         line = "" if re.search(r'File ".*", line \d', reason) else f"\n  {forward_line(self._module)}"
-        level, frame = 1, sys._getframe()
-        while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_THE_CALLER):
-            level, frame = level + 1, frame.f_back
-        warnings.warn(
-            f"PyTorch runs this call of {type(self._module).__name__}, and others like it, instead of a graph: "
-            f"{reason}{line}",
-            stacklevel=level,
+        _warn(
+            f"PyTorch runs this call of {self._module._get_name()}, and others like it, instead of a graph: "
+            f"{reason}{line}"
         )
+
+    def _count(self, reason: str) -> None:
+        is_known = reason in self.counts or len(self.counts) < _MAXIMUM_WARNINGS
+        self.counts[reason if is_known else "other reasons"] += 1
+
+    def missed(self) -> None:
+        """Warns that an optimizer steps, but no call has come to ``forward``.
+
+        Raises:
+            RuntimeError: Instead, if the policy is ``error``.
+        """
+        reason = (
+            f"an optimizer updates parameters of {self._module._get_name()}, but its forward() was never called, so "
+            "PyTorch runs it. Graphs are made of other methods that are named, as in "
+            f"ORTModule(model, methods={own_methods(self._module)[:3]}); of submodules that the loop calls, wrap each"
+        )
+        if self.policy == "error":
+            raise RuntimeError(reason)
+        _warn(reason)
+
+
+def own_methods(module: nn.Module) -> list[str]:
+    """Returns the names of public methods of a module that not all modules have."""
+    kind = type(module)
+    names = [name for name in dir(kind) if not name.startswith("_") and not hasattr(nn.Module, name)]
+    return [name for name in names if inspect.isfunction(getattr(kind, name))]
+
+
+def _warn(message: str) -> None:
+    level, frame = 1, sys._getframe()
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_THE_CALLER):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, stacklevel=level)
 
 
 def refuse_uninitialized(module: nn.Module) -> None:
@@ -239,7 +276,7 @@ def refuse_sparse(module: nn.Module) -> None:
     Raises:
         ExportError: If so.
     """
-    found = sparse(type(module).__name__, (*module.named_parameters(), *module.named_buffers()))
+    found = sparse(module._get_name(), (*module.named_parameters(), *module.named_buffers()))
     if found:
         raise ExportError(f"{found}: register them as to_dense()")
 
@@ -251,10 +288,10 @@ def refuse_divided(module: nn.Module) -> None:
         TypeError: If so.
     """
     named = [*module.named_parameters()]
-    parts = divided(type(module).__name__, named)
+    parts = divided(module._get_name(), named)
     computed = [name for name, value in named if not value.is_leaf]
     if not parts and computed:
-        parts = f"{computed[:3]} of {type(module).__name__} are computed from other tensors, as in FSDP1"
+        parts = f"{computed[:3]} of {module._get_name()} are computed from other tensors, as in FSDP1"
     if parts:
         raise TypeError(
             f"{parts}: shard outside, fully_shard(ORTModule(layer)), and leave what parallelize_module divides out of "
@@ -268,7 +305,7 @@ def refuse_freed(module: nn.Module) -> None:
     Raises:
         OptionError: If so.
     """
-    freed = freed_storages(type(module).__name__, [*module.named_parameters(), *module.named_buffers()])
+    freed = freed_storages(module._get_name(), [*module.named_parameters(), *module.named_buffers()])
     if freed:
         raise OptionError(f"{freed}: call the module while it has all its values")
 

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from ..core.errors import ExportError
+from ..core.report import GraphRuns
 from ..core.signatures import signature_of
 from ..core.threads import turns
 from ..engine.ort import providers_for, session_options
@@ -100,6 +101,7 @@ class ExportedGraphs:
         filled: The entries of dicts among the arguments that the module sets and removes.
         returned: The one of them that it returns; None if it returns something else.
         rival: The same graphs for other kernels, and the race of both, while they take turns.
+        runs: How often they have run.
     """
 
     description: CallDescription
@@ -113,6 +115,7 @@ class ExportedGraphs:
     filled: tuple[Entries, ...]
     returned: int | str | None
     rival: tuple[Passes, Race] | None = None
+    runs: int = 0
 
     def fill(self, result: tuple[Any, ...], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Gives the dicts among the arguments of a call the entries that it leaves in them, and returns its result.
@@ -137,6 +140,7 @@ class ExportedGraphs:
             tensors: What the graphs returned.
             values: What they took.
         """
+        self.runs += 1
         left = self.notes.leftovers
         count = len(tensors) - left.tensors
         returned = tensors[:count] if left.tensors else tensors
@@ -230,6 +234,11 @@ class CallGraphs:
         self._is_renewed = True
         self.forget()
 
+    def runs(self, name: str) -> list[GraphRuns]:
+        """Returns the graphs with their runs, under a name."""
+        graphs = [(each.passes.step, each.runs) for several in self._by_kind.values() for each in several]
+        return [GraphRuns(name, runs, step.kernels, step.seconds, step.kept) for step, runs in graphs]
+
     def forget(self) -> None:
         """Forgets all graphs, for a module that has other parts or another ``forward`` now."""
         parameters = signature_of(self._module.forward).parameters.values()
@@ -309,7 +318,7 @@ class CallGraphs:
             entry = self._calls.get(key)
         except TypeError as error:
             raise TypeError(
-                f"an argument of {type(self._module).__name__} is neither a tensor nor a constant that can be compared "
+                f"an argument of {self._module._get_name()} is neither a tensor nor a constant that can be compared "
                 f"({error}): pass arrays as tensors"
             ) from None
         if entry is None and self._has_changing_numbers(positional, named):
@@ -365,7 +374,7 @@ class CallGraphs:
                 raise ExportError(self.refused[kind])
             if sum(map(len, self._by_kind.values())) + len(self.refused) >= _MAXIMUM_GRAPHS:
                 raise RuntimeError(
-                    f"{type(self._module).__name__} has been exported {_MAXIMUM_GRAPHS} times, for different sizes, "
+                    f"{self._module._get_name()} has been exported {_MAXIMUM_GRAPHS} times, for different sizes, "
                     "modes, settings or constants among its arguments. Pass numbers that change as tensors, pad inputs "
                     "to fewer sizes, or wrap the part of the model whose graph stays the same"
                 )
@@ -374,7 +383,7 @@ class CallGraphs:
                 description = candidates[-1].description.covering(shapes)
                 _log.warning(
                     "%s got inputs of other sizes than before, so it is exported again: %s",
-                    type(self._module).__name__,
+                    self._module._get_name(),
                     ", ".join(map(str, description.inputs)),
                 )
             self._trial = None
@@ -452,7 +461,7 @@ class CallGraphs:
         outputs = _tensors_in(result, notes)
         if len(outputs) != len(forward.outputs) - notes.leftovers.tensors:
             raise ExportError(
-                f"forward() of {type(module).__name__} returns {len(outputs)} tensors, but "
+                f"forward() of {module._get_name()} returns {len(outputs)} tensors, but "
                 f"{len(forward.outputs) - notes.leftovers.tensors} while it is captured: it must not ask whether it is "
                 "compiled or exported"
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 from ..core.errors import VerificationError, was_given
+from ..core.report import Report, nbytes, peak_memory
 from ..options import OptionsDict, ORTTrainerOptions
 from .fallback import (
     AT_RUN_TIME,
@@ -24,6 +26,7 @@ from .fallback import (
 )
 from .forward import Assigned, Graphed, Inner, Outer, graphed_in, rebound
 from .graphs import CallGraphs
+from .methods import Method, check_methods, expect_calls
 from .verify import CallVerifier
 
 __all__ = ["ORTModule"]
@@ -37,7 +40,7 @@ _SHARED = (
 # What each wrapper makes for itself; a copy has its own.
 _MADE = (
     *("forward", "module", "_graphs", "_user_options"),
-    *("_fallback", "_first", "_own_forward", "_exported", "_callers", "_verifier"),
+    *("_fallback", "_first", "_own_forward", "_exported", "_callers", "_verifier", "_methods"),
 )
 _WRAPPER_NAMES = frozenset({*vars(nn.Module()), *_MADE})
 
@@ -63,8 +66,8 @@ class ORTModule(nn.Module):
 
     It is called as the module itself, in any loop, and ``loss.backward()`` adds to ``p.grad`` of the module's own
     parameters. Parameters, buffers, submodules, attributes and methods are the module's, under the names that they have
-    there, and it passes as an instance of the module's class. Methods other than ``forward`` run in PyTorch. A function
-    that is assigned to ``forward`` becomes the module's, and is exported.
+    there, and it passes as an instance of the module's class. Methods other than ``forward`` run in PyTorch, unless
+    they are named. A function that is assigned to ``forward`` becomes the module's, and is exported.
 
     The first call with arguments of a new structure, or in a new mode, exports the module, which takes seconds. For
     that it first runs the module once, to see what it returns.
@@ -77,14 +80,15 @@ class ORTModule(nn.Module):
             kernels, ``session_options``, ``provider_options`` and ``_internal_use.onnx_opset_version``.
         fallback: What a call does if no graph can run it. ``"warn"``: PyTorch runs it, with a warning that says why.
             ``"error"``: it raises. None: what the environment variable ``ORTMODULE_FALLBACK_POLICY`` says, otherwise
-            ``"warn"``.
+            ``"warn"``. The same is done if an optimizer updates the parameters, but ``forward`` was never called.
+        methods: Names of other methods that are called from outside, and become graphs, too.
 
     Attributes:
         module: The module inside.
 
     Raises:
         TypeError: If it is not a module, or is wrapped already.
-        ValueError: If an option has no effect here, or the policy is unknown.
+        ValueError: If an option has no effect here, or the policy or a method is unknown.
 
     Example:
         >>> model = ORTModule(model)
@@ -103,8 +107,10 @@ class ORTModule(nn.Module):
         module: nn.Module,
         options: ORTTrainerOptions | OptionsDict | None = None,
         fallback: str | None = None,
+        methods: Sequence[str] = (),
     ) -> None:
         _check(module)
+        check_methods(module, methods)
         if any(base.__name__ == "LightningModule" for base in type(module).__mro__):
             warnings.warn(
                 f"Lightning calls training_step() of {type(module).__name__}, whose own forward() then runs in "
@@ -123,6 +129,9 @@ class ORTModule(nn.Module):
         every = checked.verification()
         vars(self)["_verifier"] = CallVerifier(every, module) if every else None
         vars(self)["_fallback"] = Fallback(module, policy_of(fallback))
+        vars(self)["_methods"] = {name: ORTModule(Method(module, name), options, fallback) for name in methods}
+        if not methods and not isinstance(module, Method):
+            expect_calls(self, self._fallback)
         vars(self)["_exported"] = None, None
         vars(self)["_callers"] = None, set()
         vars(self)["_own_forward"] = "forward" in vars(module)
@@ -133,7 +142,7 @@ class ORTModule(nn.Module):
         """Returns what the module returns."""
         if is_running(self.module):
             return self._first.like(*args, **kwargs)
-        self._fallback.entered = True
+        self._fallback.called = self._fallback.entered = True
         context = foreign_context()
         if context:
             return self._fallback.run_inside(context, args, kwargs)
@@ -201,7 +210,7 @@ class ORTModule(nn.Module):
         if exported is function:
             vars(self.module)["forward"] = inner
             return self._run(*args, **kwargs)
-        self._fallback.entered = False
+        self._fallback.called, self._fallback.entered = True, False
         result = function(*args, **kwargs)
         caller, kinds = self._callers
         kind = (len(args), *sorted(kwargs))
@@ -225,6 +234,31 @@ class ORTModule(nn.Module):
     @training.setter
     def training(self, mode: bool) -> None:
         self.module.training = mode
+
+    def report(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns what has run: calls by graph, calls by PyTorch and why, exports and their seconds, memory.
+
+        If the module has a method of this name, that is called.
+
+        Returns:
+            A :class:`~ort_trainer.core.report.Report`, which ``print()`` shows.
+
+        Example:
+            >>> print(model.report())
+        """
+        own = getattr(self.module, "report", None)
+        if own is not None:
+            return own(*args, **kwargs)
+        faces = {"forward": self, **self._methods}
+        tensors = [*self.module.parameters(), *self.module.buffers()]
+        gradients = [value.grad for value in tensors if value.grad is not None]
+        return Report(
+            f"ORTModule of {self.module._get_name()}",
+            tuple(graph for name, face in faces.items() for graph in face._graphs.runs(name)),
+            dict(sum((face._fallback.counts for face in faces.values()), Counter[str]())),
+            max(face._verifier.last if face._verifier is not None else 0 for face in faces.values()),
+            {"weights": nbytes(tensors), "gradients": nbytes(gradients), **peak_memory()},
+        )
 
     def train(self, mode: bool = True) -> ORTModule:
         """Sets the mode of the module; see :meth:`torch.nn.Module.train`."""
@@ -262,7 +296,8 @@ class ORTModule(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            return getattr(vars(self)["module"], name)
+            found = getattr(vars(self)["module"], name)
+            return vars(self).get("_methods", {}).get(name, found)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "forward":
@@ -307,15 +342,15 @@ class ORTModule(nn.Module):
         forward = vars(self)["forward"]
         assigned = None if forward is self._first else Assigned(forward)
         # The state comes last, because parts of it may refer to the wrapper.
-        state = self.module, self._user_options, self._fallback.policy, own, assigned, of_wrapper
+        state = self.module, self._user_options, self._fallback.policy, [*self._methods], own, assigned, of_wrapper
         return _blank, (kind, *names), state
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
-        module, options, policy, own, assigned, of_wrapper = state
+        module, options, policy, methods, own, assigned, of_wrapper = state
         vars(module).pop("forward", None)
         if own is not None:
             vars(module)["forward"] = own
-        ORTModule.__init__(self, module, options, policy)
+        ORTModule.__init__(self, module, options, policy, methods)
         vars(self).update(of_wrapper)
         if assigned is not None:
             self._assign(assigned.function)

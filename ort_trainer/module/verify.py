@@ -59,6 +59,11 @@ class CallVerifier:
         self._found: VerificationError | None = None  # in a backward pass
         self.error: VerificationError | None = None
 
+    @property
+    def last(self) -> int:
+        """The number of the last call that was compared and equal, 0 for none."""
+        return self._turns.last
+
     def handles(self, error: VerificationError, renew: Callable[[], None]) -> bool:
         """Returns whether a call goes on after a difference: with graphs that are made anew, or next time in PyTorch.
 
@@ -318,7 +323,7 @@ class _EagerCall:
     def refuse(self, message: str, state: str) -> NoReturn:
         """Raises the error."""
         raise VerificationError(
-            f"call {self._number} of {type(self._module).__name__} differs from the same call in PyTorch "
+            f"call {self._number} of {self._module._get_name()} differs from the same call in PyTorch "
             f"(debug.verify_every): {message} {state} {WHY_DIFFERENT}"
         )
 
@@ -329,7 +334,7 @@ class _EagerCall:
         except VerificationError:
             raise
         except Exception as error:
-            raise not_run(f"call {self._number} of {type(self._module).__name__}", error) from error
+            raise not_run(f"call {self._number} of {self._module._get_name()}", error) from error
 
     def _gradients(self, outputs: Named, leaves: Named, tangents: Mapping[str, torch.Tensor]) -> Named:
         """Returns the gradients of the trained values, by their names in messages."""

@@ -146,6 +146,7 @@ class Step:
         stored: The ONNX model, or the bytes of its file, which :attr:`model` parses on first use; empty with programs.
         kept: The cache file for later processes; empty if there is none. It is not part of the bytes.
         measured: What showed that these kernels are the fastest; empty if that was not measured.
+        seconds: How long this process took to export it, or to load it from the cache. It is not part of the bytes.
     """
 
     kind: str
@@ -176,6 +177,7 @@ class Step:
     stored: ir.Model | bytes = b""
     kept: str = ""
     measured: str = ""
+    seconds: float = 0.0
 
     kinds: ClassVar[tuple[str, ...]] = ("training", "evaluation")
 
@@ -380,7 +382,7 @@ class OptimizerModel:
 # Kinds of steps that are not artifacts.
 _OF_CALLS = ("forward", "backward")
 # What is not in the metadata, and what is left out of them where it is empty, as artifacts have always done.
-_APART = ("stored", "programs", "kept", "sums", "model")
+_APART = ("stored", "programs", "kept", "seconds", "sums", "model")
 _MAY_LACK = frozenset({"micro_batches", "loss_scale", "origins", "order", "probability", "measured"}) | frozenset(
     {"left", "input_updates", "differentiable", "saved", "tangents", "input_gradients", "depends", "assumptions"}
 )

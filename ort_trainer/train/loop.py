@@ -15,6 +15,7 @@ import torch
 from ..core.errors import ValueBranchError, VerificationError
 from ..core.indices import check_indices
 from ..core.interrupts import uninterrupted
+from ..core.report import GraphRuns, Report, nbytes, peak_memory
 from ..core.threads import OneThread
 from ..engine import Check, Executor, Plan
 from ..export import BORROWED, ModelSource
@@ -186,6 +187,22 @@ class TrainingLoop:
         return self.graphs.description
 
     @in_transaction
+    def report(self, title: str) -> Report:
+        """Returns what has run, under a title."""
+        executor = self._executor
+        graphs, runs = (
+            ([], {}) if executor is None else ([*executor.graphs(True), *executor.graphs(False)], executor.runs())
+        )
+        tensors = [*self.source.parameters.values(), *self.source.buffers.values()]
+        gradients = [] if executor is None else executor.gradients.values()
+        return Report(
+            title,
+            tuple(GraphRuns(step.kind, runs[id(step)], step.kernels, step.seconds, step.kept) for step in graphs),
+            {},
+            0 if self._verifier is None else self._verifier.last,
+            {"weights": nbytes(tensors), "gradients": nbytes(gradients), **peak_memory()},
+        )
+
     def export(self, sample_batch: Any = None) -> None:
         """Exports the model before the first step; see ``ORTTrainer.prepare``."""
         batch = self.graphs.bind((self.graphs.blank_batch() if sample_batch is None else sample_batch,), {})

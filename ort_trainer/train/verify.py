@@ -34,6 +34,11 @@ class StepVerifier:
     def __init__(self, every: int | str, graphs: StepGraphs, scaled: bool, padded: bool) -> None:
         self._turns, self._graphs, self._scaled, self._padded = Verification(every), graphs, scaled, padded
 
+    @property
+    def last(self) -> int:
+        """The number of the last step that was compared and equal, 0 for none."""
+        return self._turns.last
+
     def expect(self) -> None:
         """Has the next step compared, as an evaluation or a loaded state may have changed what the model reads."""
         self._turns.expect()

@@ -204,7 +204,7 @@ class GraphBuilder:
             from .self_check import check_torch
 
             check_torch(self.step.kernels, cache)
-        with contextlib.closing(_Progress(type(self.step.model).__name__)) as progress:
+        with contextlib.closing(_Progress(self.step.model._get_name())) as progress:
 
             def run_export(step: ExportedStep) -> Export:
                 from .export import export  # slow, and only the child needs it
@@ -232,7 +232,9 @@ class GraphBuilder:
             self.depends_on_modes({parts[name] for name in export.modes_read}, training)
         if self.noted is not None and export.notes is not None:
             self.noted(Notes.from_json(export.notes), training)
-        self._log_export(export, time.perf_counter() - start)
+        seconds = time.perf_counter() - start
+        self._log_export(export, seconds)
+        export = dataclasses.replace(export, step=dataclasses.replace(export.step, seconds=seconds))
         if export.step.fixed:
             places = "; ".join(dict.fromkeys(filter(None, export.reasons.values())))
             places = f". {places}" if places else ""
@@ -257,7 +259,7 @@ class GraphBuilder:
             _warn_once(problem)
         for what in export.output[:_MOST_OUTPUTS]:
             warn(
-                f"forward() of {type(self.step.model).__name__} or the loss {what}\nThis happens only while the graph "
+                f"forward() of {self.step.model._get_name()} or the loss {what}\nThis happens only while the graph "
                 "is made, not in each step: return the value, or do it in the loop or in a callback"
             )
         graph = export.step

@@ -81,7 +81,7 @@ def export(
         except Exception as error:
             if is_meant(error):
                 raise
-            raise ExportError(unforeseen(error, type(step.model).__name__)) from error
+            raise ExportError(unforeseen(error, step.model._get_name())) from error
 
     preferred, *others = _usable_kinds(step, training, step.device_for(batch.values()))
     with quiet(), remembered_sizes():

@@ -149,7 +149,7 @@ def capture(
         _left_modules(),
         _without_stand_ins(),
         users_lines_of_conditions(),
-        _without_drawing_outside_torch(type(module.model).__name__),
+        _without_drawing_outside_torch(module.model._get_name()),
         _attributes_put_back(module),
         output_watched(module.recorder.note_output),
         functions_of_numbers(),
@@ -463,7 +463,7 @@ def _refuse_tensors_without_place(program: torch.export.ExportedProgram, module:
         readers = [node for node in nodes if any(source.name == name for source in node.all_input_nodes)]
         if memory is not None and name not in fresh and memory not in known and readers:
             raise ExportError(
-                f"{type(module.model).__name__} or its loss reads a tensor of shape {list(value.shape)} that was there "
+                f"{module.model._get_name()} or its loss reads a tensor of shape {list(value.shape)} that was there "
                 "before the step, in an object in which a later change of it can't be noticed: keep it in an attribute "
                 f"of the model, or make it in forward()\n  {source_line(readers[0])}"
             )
@@ -479,7 +479,7 @@ def _refuse_random_branches(program: torch.export.ExportedProgram, module: StepM
         sources = reached([nodes[str(name)]], _read_values)
         if any(map(draws_numbers, sources)) and given.isdisjoint(node.name for node in sources):
             raise ExportError(
-                f"{type(module.model).__name__} or its loss takes a branch by a random number, as layerdrop does, but "
+                f"{module.model._get_name()} or its loss takes a branch by a random number, as layerdrop does, but "
                 "a graph has one branch: turn it off (config.layerdrop=0; in some models encoder_layerdrop=0 and "
                 "decoder_layerdrop=0), or compute both branches and choose with torch.where\n"
                 f"  {assumption.line}"
@@ -504,4 +504,4 @@ def _export(
     except ExportError:
         raise
     except Exception as error:
-        raise ExportError(explain(error, "torch.export", type(module.model).__name__)) from error
+        raise ExportError(explain(error, "torch.export", module.model._get_name())) from error

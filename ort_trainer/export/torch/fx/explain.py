@@ -178,11 +178,13 @@ def line_of_trace(trace: str | None, otherwise: str = "") -> str:
 
 def forward_line(model: nn.Module) -> str:
     """Returns the file and line where the forward pass of a model begins."""
-    forward = inspect.unwrap(type(model).forward)
+    forward = inspect.unwrap(model.forward)
     try:
-        return f'File "{inspect.getsourcefile(forward)}", line {inspect.getsourcelines(forward)[1]}, in forward'
+        return (
+            f'File "{inspect.getsourcefile(forward)}", line {inspect.getsourcelines(forward)[1]}, in {forward.__name__}'
+        )
     except (OSError, TypeError):  # typed into an interpreter, or not a Python function
-        return f"forward() of {type(model).__name__}, whose source is unknown"
+        return f"forward() of {model._get_name()}, whose source is unknown"
 
 
 def source_line_of_error(error: BaseException) -> str:
