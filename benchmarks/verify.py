@@ -23,7 +23,7 @@ from versions import ENGINES, versions
 
 from ort_trainer import ORTModule, ORTTrainer, ORTTrainerOptions, optim
 
-ROUNDS = 9
+ROUNDS = 5
 EAGER, TRAINER, MODULE = "eager PyTorch", "trainer", "`ORTModule`"
 CONTENDERS = (EAGER, *(f"{face}, {every}" for face in (TRAINER, MODULE) for every in ("off", "auto", "1")))
 RATE = 1e-6  # a batch that is learnt has gradients of roundings, which are compared again
@@ -85,7 +85,7 @@ def training_of(row: str, contender: str) -> Training:
 
 ROWS: dict[str, tuple[Callable[[], tuple[nn.Module, Batch]], int]] = {
     "MLP, 64 x 64 to 256 to 256 to 10": (mlp, 500),
-    "BERT, 2 layers of width 128, 8 x 64 tokens": (bert, 130),
+    "BERT, 2 layers of width 128, 8 x 64 tokens": (bert, 110),
 }
 """Models, and the number of steps in a block."""
 

@@ -32,7 +32,7 @@ from ..export.torch.differences import WHY_DIFFERENT, gradient_floor, not_run, r
 from ..export.torch.outside.leftovers import numbers_in
 from ..export.torch.outside.places import Place
 from ..export.torch.outside.recorder import Pair, Recorder
-from ..export.torch.verification import Verification, parts_of, silenced, spare_memory
+from ..export.torch.verification import Verification, parts_of, repeating, spare_memory
 from .arguments import clone
 from .fallback import running
 from .graphs import Call, ExportedGraphs
@@ -220,7 +220,7 @@ class _EagerCall:
             borrowed(module, self._trainable, module.training, self._modes),
             running(module),
             recorder.running(),
-            silenced(),
+            repeating(),
             torch.set_grad_enabled(self._with_grad),
             saved,
         ):

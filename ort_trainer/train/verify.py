@@ -13,7 +13,7 @@ from ..engine import Check, Executor
 from ..export.torch.capture.borrow import BORROWED
 from ..export.torch.capture.eager import EagerStep, gradient_of
 from ..export.torch.differences import WHY_DIFFERENT, gradient_floor, not_run, report
-from ..export.torch.verification import Verification, silenced, spare_memory
+from ..export.torch.verification import Verification, repeating, spare_memory
 from ..step import Step
 from .batch import Batch
 from .step_graphs import StepGraphs
@@ -102,7 +102,7 @@ class StepVerifier:
         memory = spare_memory(executor.generator.device) if turns.is_automatic else math.inf
 
         def repeat(shake: int | None = None) -> EagerStep:
-            with BORROWED, silenced():  # no other thread replaces the same functions
+            with BORROWED, repeating():  # no other thread replaces the same functions
                 return self._graphs.eager(executor, batch, scale, state, step.random, shake, memory)
 
         try:

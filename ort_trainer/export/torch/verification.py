@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import io
 import logging
 import math
@@ -24,7 +25,7 @@ from ...engine.programs.collectives import COLLECTIVES
 from ...step import Step
 from .operators.registry import has_users_operators
 
-__all__ = ["Verification", "parts_of", "silenced", "spare_memory"]
+__all__ = ["Verification", "parts_of", "repeating", "spare_memory"]
 
 _log = logging.getLogger(__name__)
 
@@ -176,8 +177,12 @@ def _fields(path: str) -> dict[str, int]:
 
 
 @contextlib.contextmanager
-def silenced() -> Iterator[None]:
-    """Drops what this thread prints, logs and warns of in the context, as all of it was said before."""
+def repeating() -> Iterator[None]:
+    """Drops what this thread prints, logs and warns of in the context, as all of it was said before.
+
+    The garbage collector rests meanwhile: looking through all objects of the process, because of those of the
+    repetition, takes longer than the repetition.
+    """
     handle: Any = logging.Logger.callHandlers
     mine = threading.get_ident()
 
@@ -186,12 +191,24 @@ def silenced() -> Iterator[None]:
             handle(logger, record)
 
     with (
+        _collector_resting(),
         contextlib.redirect_stdout(io.StringIO()),
         mock.patch.object(logging.Logger, "callHandlers", handled),
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("ignore")
         yield
+
+
+@contextlib.contextmanager
+def _collector_resting() -> Iterator[None]:
+    is_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if is_enabled:
+            gc.enable()
 
 
 def parts_of(result: Any, is_part: Callable[[Any], bool]) -> list[Any]:

@@ -44,6 +44,7 @@ MEMORIES = (numpy.ndarray, contextvars.ContextVar, bytearray, array.array, types
 LARGE = 1 << 20
 """Bytes of an array from which on its elements are compared by a hash, and more and more seldom."""
 _OF_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format)
+_PLAIN = (*_ATOMS, *_OF_TORCH, enum.Enum, numpy.generic, type)
 _CALLABLES = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.MethodWrapperType)
 _DEEPEST = 50
 _UNWATCHED = frozenset({"abc", "asyncio", "builtins", "collections.abc", "concurrent", "contextlib", "functools", "gc"})
@@ -68,7 +69,7 @@ def is_watched(kind: type) -> bool:
 
 def is_plain(value: Any) -> bool:
     """Returns whether a value is a number, a string or another constant without parts."""
-    return isinstance(value, (*_ATOMS, *_OF_TORCH, enum.Enum, numpy.generic, type))
+    return isinstance(value, _PLAIN)
 
 
 def are_equal_constants(value: Any, other: Any) -> bool:
