@@ -69,6 +69,10 @@ _WITH_ENGINE = """ with an engine:
   pip install 'ort_trainer[cpu]'     onnxruntime-training-cpu: Python up to 3.12
   pip install 'ort_trainer[cuda]'    onnxruntime-training with CUDA: Linux, Python up to 3.11
   pip install 'ort_trainer[stock]'   onnxruntime: any Python and platform"""
+# Names that scripts look for in the wrong place -> the import that they need.
+_ELSEWHERE = dict.fromkeys(
+    ("OrtTrainer", "HuggingFaceTrainer"), "from ort_trainer.integrations.transformers import HuggingFaceTrainer"
+)
 # A second distribution of ONNX Runtime would overwrite files of the first.
 _BESIDE_ENGINE = """, and keep the ONNX Runtime that is there:
   pip install 'ort_trainer[trainer]'"""
@@ -78,6 +82,8 @@ def __getattr__(name: str) -> Any:
     """Imports a public name or a submodule on first use."""
     from importlib.util import find_spec  # here, to keep the import of ort_trainer.api fast
 
+    if name in _ELSEWHERE:  # no AttributeError, whose message `from ort_trainer import ...` would not show
+        raise ImportError(f"{__name__} has no {name}: {_ELSEWHERE[name]}", name=__name__)
     if name not in _PLACES and (not name.isidentifier() or name[0] == "_" or find_spec(f"{__name__}.{name}") is None):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:

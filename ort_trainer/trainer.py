@@ -14,6 +14,7 @@ from torch import nn
 from .amp import LossScaler
 from .core.errors import CheckpointError, shown
 from .core.report import Report
+from .core.unknown import explains_calls
 from .distributed import launch
 from .export import loss_function
 from .export.torch import LossFunction
@@ -40,6 +41,14 @@ if TYPE_CHECKING:
 
 __all__ = ["ORTTrainer"]
 
+# What other libraries call the arguments.
+_ELSEWHERE = {
+    **dict.fromkeys(("optimizer", "optim"), "optim_config"),
+    **dict.fromkeys(("loss", "criterion", "compute_loss", "loss_func"), "loss_fn"),
+    **dict.fromkeys(("scheduler", "lr_scheduler"), 'options={"lr_scheduler": ...}'),
+    "device": 'options={"device": {"id": ...}}',
+    "args": "options",
+}
 _NO_COPY = (
     "an ORTTrainer can't be copied or pickled, because it owns sessions of ONNX Runtime: create another one with the "
     "same arguments and pass trainer.state_dict() to its load_state_dict(), or use save_checkpoint() and "
@@ -74,6 +83,12 @@ class ORTTrainer:
         options: Settings, as a dict or ``ORTTrainerOptions``; None for the defaults. The trainer uses the loss scaler
             and the schedule in them directly, so they can serve only one trainer at a time.
 
+    Attributes:
+        model: The PyTorch model, whose own parameters are trained; None for an ONNX model.
+        loss_fn: The function; None if there is none.
+        options: All settings.
+        optim_config: The config; of an optimizer of PyTorch, what holds it.
+
     Raises:
         ModuleNotFoundError: If ONNX Runtime is not installed.
         TypeError: If an argument has the wrong type.
@@ -86,6 +101,11 @@ class ORTTrainer:
         >>> loss, prediction = trainer.train_step(x, y)
     """
 
+    @explains_calls(
+        'ORTTrainer(model, "auto", optim.AdamWConfig(lr=1e-3), loss_fn=loss_fn): "auto" derives the description of '
+        "inputs and outputs from the first batch",
+        _ELSEWHERE,
+    )
     def __init__(
         self,
         model: nn.Module | OnnxModel | onnx.ModelProto | str | os.PathLike[str],
@@ -94,9 +114,20 @@ class ORTTrainer:
         loss_fn: LossFunction | str | None = None,
         options: ORTTrainerOptions | OptionsDict | None = None,
     ) -> None:
+        self.model = model if isinstance(model, nn.Module) else None
         self.loss_fn = loss_function(loss_fn)
         self._loop = launch(model, model_desc, optim_config, self.loss_fn, options)
         self.options, self.optim_config = self._loop.options, self._loop.config
+
+    @property
+    def optimizer(self) -> OptimizerConfig | torch.optim.Optimizer:
+        """What was given as ``optim_config``."""
+        return getattr(self.optim_config, "optimizer", self.optim_config)
+
+    @property
+    def device(self) -> torch.device:
+        """Where training runs."""
+        return self._loop.device
 
     @property
     def loop(self) -> TrainingLoop:
@@ -457,7 +488,7 @@ class ORTTrainer:
 
         Raises:
             TypeError, ValueError: If an argument is invalid, or a monitored number does not exist.
-            FileNotFoundError: If the folder for checkpoints, or the checkpoint, does not exist.
+            FileNotFoundError: If the checkpoint to resume from does not exist.
             FileExistsError: If existing checkpoints would be replaced.
             CheckpointError: If the checkpoint was not saved by ``fit``.
             RuntimeError: If ``stop_signals`` are given outside the main thread, which alone handles signals.

@@ -15,7 +15,7 @@ from peft import (
 )
 from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments
 
-from ort_trainer.integrations.transformers import OrtTrainer
+from ort_trainer.integrations.transformers import HuggingFaceTrainer
 
 TASK = "CAUSAL_LM"
 LAYERS = {"task_type": TASK, "target_modules": ["c_attn"], "fan_in_fan_out": True}
@@ -46,7 +46,7 @@ def trained(config, steps):
         arguments = TrainingArguments(
             folder, max_steps=steps, learning_rate=1e-2, logging_steps=1, save_strategy="no", report_to=[], use_cpu=True
         )
-        trainer = OrtTrainer(model, arguments, train_dataset=rows(200), eval_dataset=rows(40))
+        trainer = HuggingFaceTrainer(model, arguments, train_dataset=rows(200), eval_dataset=rows(40))
         trainer.train()
         evaluated = trainer.evaluate()["eval_loss"]
     return [*(entry["loss"] for entry in trainer.state.log_history if "loss" in entry), evaluated]

@@ -5,12 +5,12 @@ import tempfile
 import torch
 from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, T5Config, T5ForConditionalGeneration
 
-from ort_trainer.integrations.transformers import OrtTrainer
+from ort_trainer.integrations.transformers import HuggingFaceTrainer
 
 LENGTH = 6
 
 
-class OrtSeq2SeqTrainer(OrtTrainer, Seq2SeqTrainer):
+class OrtSeq2SeqTrainer(HuggingFaceTrainer, Seq2SeqTrainer):
     pass
 
 

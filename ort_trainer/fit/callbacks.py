@@ -216,7 +216,7 @@ class Checkpoints(_Saving, _Monitor):
         overwrite: Whether a fit that does not resume may replace another fit's checkpoints.
 
     Raises:
-        FileNotFoundError: If the folder does not exist.
+        NotADirectoryError: If the folder is a file.
         TypeError, ValueError: If an argument is invalid.
     """
 
@@ -231,8 +231,9 @@ class Checkpoints(_Saving, _Monitor):
         _Monitor.__init__(self, monitor, mode)
         _Saving.__init__(self, every_n_batches)
         self.folder, self.overwrite = Path(folder), overwrite
-        if not self.folder.is_dir():
-            raise FileNotFoundError(f"the checkpoint folder {str(self.folder)!r} does not exist: create it first")
+        if self.folder.exists() and not self.folder.is_dir():
+            raise NotADirectoryError(f"checkpoints must be a folder, but {str(self.folder)!r} is a file")
+        self.folder.mkdir(parents=True, exist_ok=True)
         self.last, self.best_path = self.folder / "last.ortckpt", self.folder / "best.ortckpt"
 
     def check_overwrite(self) -> None:

@@ -310,8 +310,10 @@ def _check_loader(name: str, loader: Any, epochs: int) -> None:
     is_batch = isinstance(loader, (Mapping, torch.Tensor)) or (
         isinstance(loader, tuple) and all(isinstance(part, torch.Tensor) for part in loader)
     )
+    is_dataset = isinstance(loader, torch.utils.data.Dataset) and not isinstance(loader, Iterable)
     if is_batch or isinstance(loader, (str, bytes)) or not isinstance(loader, Iterable):
         hint = ": for tensors, DataLoader(TensorDataset(x, y), batch_size=32) does" if is_batch else ""
+        hint = ": wrap it, DataLoader(dataset, batch_size=32, shuffle=True)" if is_dataset else hint
         raise TypeError(
             f"{name} must yield batches, as a DataLoader or a list does, but {shown(loader)} was given{hint}"
         )

@@ -1,7 +1,8 @@
-"""``OrtTrainer``: Hugging Face's ``Trainer`` with the model as an ``ORTModule``."""
+"""``HuggingFaceTrainer``: Hugging Face's ``Trainer`` with the model as an ``ORTModule``."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,7 +22,7 @@ except ImportError as error:
     ) from error
 
 
-__all__ = ["OrtTrainer"]
+__all__ = ["HuggingFaceTrainer"]
 
 # Training arguments that would bypass the module's graphs, or make them wrong -> what to do instead.
 _REFUSED = {
@@ -31,7 +32,7 @@ _REFUSED = {
 }
 
 
-class OrtTrainer(Trainer):  # type: ignore[misc] # the type checker does not follow transformers
+class HuggingFaceTrainer(Trainer):  # type: ignore[misc] # the type checker does not follow transformers
     """Hugging Face's ``Trainer``; calls of the model run as the graphs of an ``ORTModule``.
 
     Everything else is Hugging Face's, as with ``Trainer(model=ORTModule(model))``. In addition, models of
@@ -50,7 +51,7 @@ class OrtTrainer(Trainer):  # type: ignore[misc] # the type checker does not fol
         ValueError: If ``args`` has unsupported settings, or ``ort_options`` has options without effect.
 
     Example:
-        >>> trainer = OrtTrainer(model, TrainingArguments("out", num_train_epochs=3), train_dataset=dataset)
+        >>> trainer = HuggingFaceTrainer(model, TrainingArguments("out", num_train_epochs=3), train_dataset=dataset)
         >>> trainer.train()
     """
 
@@ -65,7 +66,9 @@ class OrtTrainer(Trainer):  # type: ignore[misc] # the type checker does not fol
         for name, advice in _REFUSED.items():
             value = getattr(args, name, None)
             if value not in (None, False, "", [], {}):
-                raise ValueError(f"OrtTrainer does not support TrainingArguments({name}={shown(value)}): {advice}")
+                raise ValueError(
+                    f"HuggingFaceTrainer does not support TrainingArguments({name}={shown(value)}): {advice}"
+                )
         self._ort_options, self._fsdp = ort_options, _fsdp_config(args)
         super().__init__(model if model is None else self._wrapped(model), args, *rest, **kwargs)
 
@@ -96,12 +99,19 @@ class OrtTrainer(Trainer):  # type: ignore[misc] # the type checker does not fol
         ]
         if not layers:
             raise ValueError(
-                f"OrtTrainer with fsdp runs each sharded layer as graphs, but {type(model).__name__} has no layers of "
-                f"the classes {sorted(kinds)}: name them in fsdp_config['transformer_layer_cls_to_wrap']"
+                f"HuggingFaceTrainer with fsdp runs each sharded layer as graphs, but {type(model).__name__} has no "
+                f"layers of the classes {sorted(kinds)}: name them in fsdp_config['transformer_layer_cls_to_wrap']"
             )
         for part, name, child in layers:
             setattr(part, name, ORTModule(child, self._ort_options))
         return model
+
+
+def __getattr__(name: str) -> Any:
+    if name == "OrtTrainer":  # its name until 0.2, which differs from ORTTrainer by its case alone
+        warnings.warn("OrtTrainer is now called HuggingFaceTrainer", DeprecationWarning, stacklevel=2)
+        return HuggingFaceTrainer
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def _fsdp_config(args: Any) -> Mapping[str, Any] | None:
@@ -117,7 +127,7 @@ def _fsdp_config(args: Any) -> Mapping[str, Any] | None:
     policy = config.get("auto_wrap_policy", "TRANSFORMER_BASED_WRAP")
     if version != 2 or policy != "TRANSFORMER_BASED_WRAP" or config.get("xla"):
         raise ValueError(
-            "OrtTrainer takes TrainingArguments(fsdp=True) with version 2 and the auto_wrap_policy "
+            "HuggingFaceTrainer takes TrainingArguments(fsdp=True) with version 2 and the auto_wrap_policy "
             f"'TRANSFORMER_BASED_WRAP', on PyTorch's devices, but fsdp_config has version {version}, "
             f"{shown(policy)} and xla={shown(config.get('xla', False))}: FSDP1 and parts of layers have no graphs"
         )

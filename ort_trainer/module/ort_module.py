@@ -12,6 +12,7 @@ from torch import nn
 
 from ..core.errors import VerificationError, was_given
 from ..core.report import Report, nbytes, peak_memory
+from ..core.unknown import explains_calls
 from ..options import OptionsDict, ORTTrainerOptions
 from .fallback import (
     AT_RUN_TIME,
@@ -102,6 +103,7 @@ class ORTModule(nn.Module):
         """Creates an object that can be indexed and iterated over if the module can."""
         return _blank(cls, *(name for name in _SPECIAL if hasattr(type(module), name)))
 
+    @explains_calls("ORTModule(model): the optimizer and the loss stay in the loop", {"model": "module"})
     def __init__(
         self,
         module: nn.Module,

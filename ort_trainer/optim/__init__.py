@@ -1,5 +1,8 @@
 """Optimizer configs, learning-rate schedules, and the weight update itself."""
 
+from typing import Any
+
+from ..core.unknown import meant
 from . import rules
 from .config import OptimizerConfig
 from .lr_scheduler import (
@@ -34,3 +37,9 @@ __all__ = [
     "from_torch",
 ]
 __all__ += [name for name in rules.__all__ if name not in __all__]
+
+_ELSEWHERE = {name: f"{name}Config" for name in ("Adam", "AdamW", "Lamb", "Lion", "SGD")}
+
+
+def __getattr__(name: str) -> Any:
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}: {meant(name, __all__, _ELSEWHERE)}")

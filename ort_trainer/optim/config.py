@@ -8,11 +8,21 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..core.errors import shown
+from ..core.unknown import explains_calls
 from .rule import RULES, Rule
 
 __all__ = ["OptimizerConfig", "ParameterGroups", "flag", "number"]
 
 ParameterGroups = Sequence[Mapping[str, Any]]
+
+# What other libraries call hyper-parameters.
+_ELSEWHERE = {
+    "learning_rate": "lr",
+    "max_grad_norm": "max_norm_clip",
+    "clipnorm": "max_norm_clip",
+    "parameters": "params",
+    "model_parameters": "params",
+}
 
 
 def number(name: str, value: Any, *, minimum: float = 0.0, below: float = math.inf, finite: bool = True) -> float:
@@ -55,6 +65,11 @@ class OptimizerConfig:
     """Whether hyper-parameters may change from update to update, as those of a PyTorch optimizer."""
     needs_closure = False
     """Whether an update computes the loss several times."""
+
+    def __init_subclass__(cls) -> None:
+        if "__init__" in vars(cls):
+            explained: Any = explains_calls(f"{cls.__name__}(lr=1e-3)", _ELSEWHERE)(vars(cls)["__init__"])
+            cls.__init__ = explained  # type: ignore[method-assign]
 
     def __init__(self, name: str, params: ParameterGroups, defaults: Mapping[str, Any]) -> None:
         if name not in RULES:

@@ -383,7 +383,8 @@ class CheckpointManager:
 def _check_position(position: Any) -> None:
     if position is not None and not isinstance(position, Position):
         raise TypeError(
-            f"position must be an ort_trainer.Position, such as Position(loader), but {shown(position)} was given"
+            f"position must be an ort_trainer.Position, such as Position(loader), but {shown(position)} was given: "
+            "values of your own are saved as user_dict={...}"
         )
 
 

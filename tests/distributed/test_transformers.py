@@ -1,4 +1,4 @@
-"""``OrtTrainer`` and accelerate in several processes, against ``transformers.Trainer`` in as many and in one."""
+"""``HuggingFaceTrainer`` and accelerate in several processes, against ``transformers.Trainer`` there and in one."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ def test_against_transformers(case: str) -> None:
     for found in world(2)[case]:
         assert "error" not in found, found
         assert len(found["Trainer.loss"]) == (10 if case == "classify" else 6)
-        assert_same(found, found, "OrtTrainer.", "Trainer.", 1e-4)
+        assert_same(found, found, "HuggingFaceTrainer.", "Trainer.", 1e-4)
 
 
 def test_as_one_process() -> None:
     """With the same batches in all ranks, the loss is divided by their total."""
     (alone,) = world(1)["language"]
     for found in world(2)["language"]:
-        assert_same(found, alone, "OrtTrainer.", "OrtTrainer.", 1e-4)
+        assert_same(found, alone, "HuggingFaceTrainer.", "HuggingFaceTrainer.", 1e-4)
 
 
 def test_resume() -> None:
@@ -57,8 +57,8 @@ def test_resume() -> None:
 def test_layers_that_accelerate_shards() -> None:
     for found in world(2)["sharded"]:
         assert "error" not in found, found
-        assert found["OrtTrainer.graphs"] == 1 and found["Trainer.graphs"] == 0
-        np.testing.assert_allclose(found["OrtTrainer.losses"], found["Trainer.losses"], rtol=1e-6)
+        assert found["HuggingFaceTrainer.graphs"] == 1 and found["Trainer.graphs"] == 0
+        np.testing.assert_allclose(found["HuggingFaceTrainer.losses"], found["Trainer.losses"], rtol=1e-6)
 
 
 def test_a_loader_of_accelerate() -> None:

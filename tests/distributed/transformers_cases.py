@@ -19,12 +19,12 @@ from torch.utils.data import DataLoader, Sampler
 from transformers import Trainer
 
 from ort_trainer import ORTModule, ORTTrainer, optim
-from ort_trainer.integrations.transformers import OrtTrainer
+from ort_trainer.integrations.transformers import HuggingFaceTrainer
 
 from ..integrations.test_transformers import Tiny, accuracy, arguments, bert, gpt2, pad, points, texts
 
 transformers.utils.logging.disable_progress_bar()
-KINDS: tuple[type[Trainer], ...] = (OrtTrainer, Trainer)
+KINDS: tuple[type[Trainer], ...] = (HuggingFaceTrainer, Trainer)
 
 
 def folder() -> Path:
@@ -87,7 +87,7 @@ def resume(rank: int, size: int) -> dict[str, Any]:
     for name, checkpoint in (("whole", None), ("resumed", str(place / "checkpoint-8"))):
         settings = arguments(place, num_train_epochs=2, save_strategy="steps", save_steps=4)
         torch.manual_seed(0)
-        trainer = OrtTrainer(Tiny(dropout=0.2), settings, train_dataset=points(48))
+        trainer = HuggingFaceTrainer(Tiny(dropout=0.2), settings, train_dataset=points(48))
         trainer.train(resume_from_checkpoint=checkpoint)
         found |= logged(trainer, name)
     files = sorted(path.name for path in (place / "checkpoint-8").iterdir() if path.name.startswith("rng"))
@@ -95,21 +95,21 @@ def resume(rank: int, size: int) -> dict[str, Any]:
 
 
 def sharded(rank: int, size: int) -> dict[str, Any]:
-    """accelerate shards the layers that OrtTrainer has wrapped, of which some weights are on the meta device first.
+    """accelerate shards the layers that HuggingFaceTrainer has wrapped; some weights are on the meta device first.
 
     accelerate's ``Accelerator`` shards on GPUs alone, so its function for FSDP2 is called here.
     """
     os.environ["ORTMODULE_FALLBACK_POLICY"] = "FALLBACK_DISABLE"
     batch = pad(texts(4 * size, False)[4 * rank : 4 * rank + 4])
     found: dict[str, Any] = {}
-    for name in ("Trainer", "OrtTrainer"):
+    for name in ("Trainer", "HuggingFaceTrainer"):
         torch.manual_seed(0)
         model = gpt2()
         model.config.use_cache = False  # a layer that is computed again would extend it twice
-        if name == "OrtTrainer":
+        if name == "HuggingFaceTrainer":
             training = arguments(folder(), fsdp=True, fsdp_config={"activation_checkpointing": True})
             training.fsdp_plugin_args = None  # what makes accelerate ask for a GPU
-            model = OrtTrainer(model, training, train_dataset=texts(8, False), data_collator=pad).model
+            model = HuggingFaceTrainer(model, training, train_dataset=texts(8, False), data_collator=pad).model
         plugin = FullyShardedDataParallelPlugin(
             fsdp_version=2,
             auto_wrap_policy="transformer_based_wrap",

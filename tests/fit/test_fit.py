@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.data import TensorDataset
 
 from ort_trainer import ORTTrainer, optim
 from ort_trainer.fit import Callback, Checkpoints, EarlyStopping, FitState
@@ -339,7 +340,8 @@ def test_an_interrupt_ends_it_cleanly() -> None:
         ({"labels": "z", "metrics": accuracy, "eval_loader": ...}, ValueError, "labels='z' is not an input"),
         ({"callbacks": ["bar"]}, TypeError, "a callback must be .*'bar'"),
         ({"progress": "bar"}, TypeError, "a callback must be .*'bar'"),
-        ({"checkpoints": "nowhere"}, FileNotFoundError, "'nowhere' does not exist"),
+        ({"checkpoints": __file__}, NotADirectoryError, "must be a folder, but .*test_fit.py' is a file"),
+        ({"train_loader": TensorDataset(torch.ones(2, 2))}, TypeError, r"wrap it, DataLoader\(dataset, batch_size=32"),
         ({"resume": True}, ValueError, "but checkpoints was not given"),
         ({"resume": 3}, TypeError, "resume must be True, False or the path"),
         ({"resume": "nowhere.ortckpt"}, FileNotFoundError, "nowhere.ortckpt"),

@@ -1,4 +1,4 @@
-"""``OrtTrainer`` against ``transformers.Trainer``: the same arguments, data and model."""
+"""``HuggingFaceTrainer`` against ``transformers.Trainer``: the same arguments, data and model."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from transformers import (
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 from ort_trainer import ORTModule
-from ort_trainer.integrations.transformers import _REFUSED, OrtTrainer
+from ort_trainer.integrations.transformers import _REFUSED, HuggingFaceTrainer
 
 Data = list[dict[str, torch.Tensor]]
 
@@ -148,7 +148,7 @@ def assert_same_run(ours: Trainer, theirs: Trainer, relative: float = 1e-4) -> N
 def both(make: Callable[[type[Trainer]], Trainer]) -> tuple[Trainer, Trainer]:
     """Trains with both classes from the same random state."""
     made = []
-    for kind in (OrtTrainer, Trainer):
+    for kind in (HuggingFaceTrainer, Trainer):
         torch.manual_seed(0)
         trainer = make(kind)
         trainer.train()
@@ -163,7 +163,7 @@ def accuracy(prediction: Any) -> dict[str, float]:
 @pytest.mark.engine
 def test_a_bert(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two epochs of ten updates, the last with one micro-batch, and an evaluation after each epoch."""
-    calls = {Trainer: 0, OrtTrainer: 0}
+    calls = {Trainer: 0, HuggingFaceTrainer: 0}
     forward = BertForSequenceClassification.forward
     running: list[type[Trainer]] = []
 
@@ -199,7 +199,9 @@ def test_a_bert(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert_same_run(ours, theirs)
     norms = [entry["grad_norm"] for entry in theirs.state.log_history if "grad_norm" in entry]
     assert min(norms) < 0.5 < max(norms)  # some gradients were clipped, and some not
-    assert calls[Trainer] == calls[OrtTrainer] == 38 + 6, "what forward() counts is counted in each run of a graph"
+    assert calls[Trainer] == calls[HuggingFaceTrainer] == 38 + 6, (
+        "what forward() counts is counted in each run of a graph"
+    )
 
     ours.save_model(str(tmp_path / "model"))
     saved = BertForSequenceClassification.from_pretrained(tmp_path / "model").state_dict()
@@ -222,13 +224,13 @@ def test_a_gpt2(tmp_path: Path) -> None:
 def test_bf16(tmp_path: Path) -> None:
     """The rounding of bfloat16 is PyTorch's."""
     losses = {}
-    for kind, bf16 in ((OrtTrainer, True), (Trainer, True), (Trainer, False)):
+    for kind, bf16 in ((HuggingFaceTrainer, True), (Trainer, True), (Trainer, False)):
         settings = arguments(tmp_path, max_steps=5, bf16=bf16)
         torch.manual_seed(0)
         trainer = kind(Tiny(), settings, train_dataset=points())
         trainer.train()
         losses[kind, bf16] = torch.tensor([entry["loss"] for entry in trainer.state.log_history[:-1]])
-    assert_close(losses[OrtTrainer, True], losses[Trainer, True], 1e-4, "loss")
+    assert_close(losses[HuggingFaceTrainer, True], losses[Trainer, True], 1e-4, "loss")
     assert (losses[Trainer, False] - losses[Trainer, True]).norm() > 2e-4 * losses[Trainer, False].norm()
 
 
@@ -254,7 +256,7 @@ def test_checkpoints_and_callbacks(tmp_path: Path) -> None:
 
     def make(kind: type[Trainer]) -> Trainer:
         moments[kind] = Moments()
-        own = {"ort_options": {"utils": {"random_numbers": "pytorch"}}} if kind is OrtTrainer else {}
+        own = {"ort_options": {"utils": {"random_numbers": "pytorch"}}} if kind is HuggingFaceTrainer else {}
         settings = arguments(
             tmp_path / kind.__name__,
             num_train_epochs=2,
@@ -273,13 +275,13 @@ def test_checkpoints_and_callbacks(tmp_path: Path) -> None:
 
     ours, theirs = both(make)
     assert_same_run(ours, theirs)
-    assert moments[OrtTrainer].seen == moments[Trainer].seen and len(moments[Trainer].norms) == 10
-    assert moments[OrtTrainer].norms == pytest.approx(moments[Trainer].norms, rel=1e-4)
+    assert moments[HuggingFaceTrainer].seen == moments[Trainer].seen and len(moments[Trainer].norms) == 10
+    assert moments[HuggingFaceTrainer].norms == pytest.approx(moments[Trainer].norms, rel=1e-4)
     assert Path(ours.state.best_model_checkpoint).name == Path(theirs.state.best_model_checkpoint).name
 
-    resumed = make(OrtTrainer)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "OrtTrainer" / "checkpoint-6"))
-    assert resumed.state.global_step == 10 and len(moments[OrtTrainer].norms) == 4
+    resumed = make(HuggingFaceTrainer)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "HuggingFaceTrainer" / "checkpoint-6"))
+    assert resumed.state.global_step == 10 and len(moments[HuggingFaceTrainer].norms) == 4
     assert [entry.get("loss") for entry in resumed.state.log_history] == [
         entry.get("loss") for entry in ours.state.log_history
     ]
@@ -299,7 +301,7 @@ class Weighted:
         return (loss, outputs) if return_outputs else loss
 
 
-class OrtWeighted(Weighted, OrtTrainer):
+class OrtWeighted(Weighted, HuggingFaceTrainer):
     pass
 
 
@@ -318,7 +320,7 @@ def test_losses(case: str, tmp_path: Path) -> None:
     if case == "smoothing":
         settings["label_smoothing_factor"] = 0.1
     own = {"compute_loss_func": summed} if case == "function" else {}
-    weighted = {OrtTrainer: OrtWeighted, Trainer: PlainWeighted} if case == "override" else {}
+    weighted = {HuggingFaceTrainer: OrtWeighted, Trainer: PlainWeighted} if case == "override" else {}
 
     def make(kind: type[Trainer]) -> Trainer:
         torch.manual_seed(0)
@@ -339,7 +341,9 @@ def test_losses(case: str, tmp_path: Path) -> None:
 
 
 def test_a_new_model_for_every_training(tmp_path: Path) -> None:
-    trainer = OrtTrainer(model_init=lambda: Tiny(), args=arguments(tmp_path, max_steps=3), train_dataset=points())
+    trainer = HuggingFaceTrainer(
+        model_init=lambda: Tiny(), args=arguments(tmp_path, max_steps=3), train_dataset=points()
+    )
     first = trainer.train()
     kept = trainer.model
     second = trainer.train()
@@ -350,7 +354,7 @@ def test_a_new_model_for_every_training(tmp_path: Path) -> None:
 
 def test_options_reach_the_computation(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"\['batch'.*have no effect on an ORTModule"):
-        OrtTrainer(Tiny(), arguments(tmp_path), ort_options={"batch": {"gradient_accumulation_steps": 2}})
+        HuggingFaceTrainer(Tiny(), arguments(tmp_path), ort_options={"batch": {"gradient_accumulation_steps": 2}})
 
 
 @pytest.mark.parametrize("name", _REFUSED)
@@ -358,7 +362,7 @@ def test_what_does_not_go_with_graphs_is_refused(name: str, tmp_path: Path) -> N
     args = arguments(tmp_path)
     setattr(args, name, True)
     with pytest.raises(ValueError, match=rf"TrainingArguments\({name}="):
-        OrtTrainer(Tiny(), args)
+        HuggingFaceTrainer(Tiny(), args)
 
 
 @pytest.mark.parametrize(
@@ -371,7 +375,7 @@ def test_what_does_not_go_with_graphs_is_refused(name: str, tmp_path: Path) -> N
 )
 def test_what_can_not_be_sharded_is_refused(config: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message):
-        OrtTrainer(Tiny(), arguments(tmp_path, fsdp=True, fsdp_config=config))
+        HuggingFaceTrainer(Tiny(), arguments(tmp_path, fsdp=True, fsdp_config=config))
 
 
 def test_refused_arguments_exist(tmp_path: Path) -> None:

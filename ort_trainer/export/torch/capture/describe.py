@@ -15,7 +15,7 @@ from ....core.signatures import signature_of
 from ....engine.devices import device_of
 from ....options import ModelDescription
 from ...nested import Layout, argument_of, flatten, has_tensors, rebuild
-from ..fx.explain import gradients_within, source_line_of_error
+from ..fx.explain import gradients_within, place_of_error
 from ..outside.recorder import Pair, Recorder
 from .borrow import borrowed
 from .eager import random_state_kept
@@ -278,8 +278,9 @@ def _outputs(
             raise ExportError(
                 gradients_within(error, type(model).__name__)
                 or f"model_desc='auto' runs {what} on the first batch to find its outputs, but the run failed: "
-                f"{type(error).__name__}: {error}\n  {source_line_of_error(error)}\n"
+                f"{type(error).__name__}: {error}{place_of_error(error)}\n"
                 f"Is this the batch that was meant? {shown(dict(batch))} {_to_convert(layouts)}".rstrip()
+                + _to_classes(error, {label: batch[label] for label in labels if label in batch})
             ) from error
         if loss is not None:
             yield "loss", loss
@@ -309,6 +310,14 @@ def _to_convert(layouts: Mapping[str, Layout]) -> str:
         for names, function in ((others, "tensor"), (stacked, "stack"))
         if names
     )
+
+
+def _to_classes(error: Exception, labels: Mapping[str, torch.Tensor]) -> str:
+    """Returns advice to convert labels, if a loss that takes numbers of classes refuses their dtype; else ""."""
+    refused = [name for name, value in labels.items() if value.dtype != torch.int64]
+    if "Long" not in str(error) or not refused:
+        return ""
+    return "; ".join(f"\nlabel {name!r} has dtype {labels[name].dtype}: use .to(torch.int64)" for name in refused)
 
 
 def _find_loss(outputs: Mapping[str, torch.Tensor], unset: str) -> str:

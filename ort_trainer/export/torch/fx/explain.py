@@ -24,9 +24,9 @@ __all__ = [
     "is_meant",
     "line_of_trace",
     "may_be_sizes",
+    "place_of_error",
     "shown_place",
     "source_line",
-    "source_line_of_error",
     "unforeseen",
     "way_out",
     "with_history",
@@ -94,8 +94,8 @@ def explain(error: Exception, exporter: str, model: str) -> str:
             "The model must be exportable with torch.export. The usual causes of this error are control flow that "
             "depends on the values of tensors, and calls into other libraries, such as numpy"
         )
-    where = source_line_of_error(error) + (f"\n  which calls {inner}" if inner else "")
-    return f"{exporter} could not capture {model}: {what}\n  {where}\n{hint}"
+    where = place_of_error(error) + (f"\n  which calls {inner}" if inner else "")
+    return f"{exporter} could not capture {model}: {what}{where}\n{hint}"
 
 
 def is_meant(error: Exception) -> bool:
@@ -146,8 +146,7 @@ def gradients_within(error: Exception, model: str) -> str:
         f"{model} can't be captured: it differentiates in its own forward pass (torch.autograd.grad, backward, "
         "torch.func), but the graph of a step has only one backward pass. Compute that part of the loss in PyTorch: "
         "call trainer.forward_backward() for the rest, backward() for this part, which adds to the same p.grad, and "
-        "then trainer.optimizer_step() (docs/cookbook.md#a-penalty-on-gradients)\n"
-        f"  {source_line_of_error(error)}"
+        f"then trainer.optimizer_step() (docs/cookbook.md#a-penalty-on-gradients){place_of_error(error)}"
     )
 
 
@@ -173,7 +172,7 @@ def source_line(node: torch.fx.Node) -> str:
 def line_of_trace(trace: str | None, otherwise: str = "") -> str:
     """Returns file, line and text of the user's code in a stack trace, or else another description."""
     frames = re.findall(r'File "(.+?)", line (\d+), in (\S+)\n\s*(.*)', trace or "")
-    return _last_of_the_user(frames, otherwise)
+    return _last_of_the_user(frames, otherwise or "its line in the model's source is unknown")
 
 
 def forward_line(model: nn.Module) -> str:
@@ -187,9 +186,10 @@ def forward_line(model: nn.Module) -> str:
         return f"forward() of {model._get_name()}, whose source is unknown"
 
 
-def source_line_of_error(error: BaseException) -> str:
-    """Returns file, line and text of the user's code that raised an error."""
-    return _last_of_the_user(_frames_of_error(error))
+def place_of_error(error: BaseException) -> str:
+    """Returns a line of a message, with file, line and text of the user's code that raised an error, if it did."""
+    line = _last_of_the_user(_frames_of_error(error), "")
+    return line and f"\n  {line}"
 
 
 def _library_line_of_error(error: BaseException) -> str:
@@ -214,11 +214,11 @@ def _frames_of_error(error: BaseException) -> list[tuple[str, str, str, str]]:
     return [(f.filename, str(f.lineno), f.name, f.line or "") for f in frames]
 
 
-def _last_of_the_user(frames: list[tuple[str, str, str, str]], otherwise: str = "") -> str:
+def _last_of_the_user(frames: list[tuple[str, str, str, str]], otherwise: str) -> str:
     """Returns the innermost frame that is not in PyTorch or this package, as text."""
     user_frames = [frame for frame in frames if not frame[0].startswith(LIBRARIES)]
     if not user_frames:
-        return otherwise or "its line in the model's source is unknown"
+        return otherwise
     return shown_place(user_frames[-1])
 
 

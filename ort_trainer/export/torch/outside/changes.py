@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from .containers import CHANGEABLE, copied, has_same_parts, refill
 from .generators import has_drawn, name_of, put_back, state_of
-from .places import MISSING, Access, Place, described, referent
+from .places import MISSING, Access, Place, described, referent, slots_of
 from .values import are_equal_constants, frozen
 
 __all__ = [
@@ -86,12 +86,8 @@ class Copies:
 
     def add_slots(self, owner: Any, place: Place) -> None:
         """Copies what an object has in slots."""
-        for base in type(owner).__mro__:
-            slots = vars(base).get("__slots__", ())
-            for name in (slots,) if isinstance(slots, str) else slots:
-                if name.startswith("__") and not name.endswith("__"):  # private to its class
-                    name = f"_{base.__name__.lstrip('_')}{name}"
-                self.add_variable(owner, name, (*place, Access("get", name)))
+        for name in slots_of(type(owner)):
+            self.add_variable(owner, name, (*place, Access("get", name)))
 
     def add_function(self, function: types.FunctionType, place: Place) -> None:
         """Copies what a function has besides its ``__dict__``."""

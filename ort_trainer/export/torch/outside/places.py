@@ -30,6 +30,7 @@ __all__ = [
     "read",
     "reader",
     "referent",
+    "slots_of",
     "write",
 ]
 
@@ -110,6 +111,15 @@ def _of_closure(function: Any, index: int) -> Any:
 def attributes_of(owner: Any) -> Any:
     """Returns an object's ``__dict__``, without what its class does when it is read."""
     return vars(owner) if isinstance(owner, (type, threading.local)) else object.__getattribute__(owner, "__dict__")
+
+
+def slots_of(kind: type) -> Iterator[str]:
+    """Yields the names of the slots that objects of a class have."""
+    for base in kind.__mro__:
+        slots = vars(base).get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            is_private = name.startswith("__") and not name.endswith("__")
+            yield f"_{base.__name__.lstrip('_')}{name}" if is_private else name
 
 
 _READ: dict[str, Callable[[Any, Any], Any]] = {

@@ -25,7 +25,7 @@ from .met import Met
 from .notes import Notes
 from .numbers import Expression, Growing, Number, Uses, places_of, text_of
 from .output import position_of
-from .places import MISSING, Access, Place, attributes_of, described, read, write
+from .places import MISSING, Access, Place, attributes_of, described, read, slots_of, write
 from .values import are_equal_constants, is_plain, parts_of
 
 __all__ = ["Pair", "PartsExchanged", "Recorder"]
@@ -267,17 +267,18 @@ class Recorder:
         """
         codes = [value.__code__ for value, _ in self.met.objects.values() if type(value) is types.FunctionType]
         for owner, place in [*self.met.objects.values()]:
-            try:
-                values = attributes_of(owner)
-            except AttributeError:  # it has slots only
-                continue
-            for name in sorted(self.met.names & values.keys() - OF_EVERY_MODULE):
-                inner: Place = (*place, Access("attribute", name))
+            steps = [Access("get", name) for name in self.met.names.intersection(slots_of(type(owner)))]
+            with contextlib.suppress(AttributeError):  # it has slots only
+                names = self.met.names & attributes_of(owner).keys() - OF_EVERY_MODULE
+                steps += [Access("attribute", name) for name in names]
+            for step in sorted(steps):
+                name, inner = step.key, (*place, step)
                 if inner in self.met.reads or inner in changed or inner in self._numbers:
                     continue
-                is_constant = is_plain(values[name]) or callable(values[name])
+                value = read(self._root, inner)
+                is_constant = value is not MISSING and (is_plain(value) or callable(value))
                 if is_constant and any(name in assigned_in(code) for code in codes if name in names_of(code)):
-                    self.met.reads[inner] = values[name]
+                    self.met.reads[inner] = value
 
     def _refuse_what_no_graph_does(self) -> None:
         """Raises an error for changes of arrays, reads of iterators, and random numbers that are not PyTorch's."""

@@ -1,0 +1,82 @@
+"""What is said of names and arguments that are not there."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch.nn.functional as F
+from torch import nn
+
+import ort_trainer
+from ort_trainer import ORTModule, ORTTrainer, optim
+from ort_trainer.core.unknown import explains_calls, meant
+
+MODEL, CONFIG = nn.Linear(2, 2), optim.AdamWConfig(lr=1e-3)
+TRAINER: Any = ORTTrainer
+MODULE: Any = ORTModule
+CONFIGS: Any = optim
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: TRAINER(MODEL, "auto", optimizer=CONFIG), "no argument 'optimizer': did you mean optim_config"),
+        (lambda: TRAINER(MODEL, "auto", CONFIG, loss=F.mse_loss), "no argument 'loss': did you mean loss_fn"),
+        (lambda: TRAINER(MODEL, "auto", CONFIG, lossfn=1), "no argument 'lossfn': did you mean loss_fn"),
+        (
+            lambda: TRAINER(MODEL, CONFIG, loss_fn=F.mse_loss),
+            r"(?s)missing.*'optim_config'\..*ORTTrainer\(model, .auto",
+        ),
+        (lambda: CONFIGS.AdamWConfig(learning_rate=1), r"no argument 'learning_rate': did you mean lr\? It is called"),
+        (lambda: CONFIGS.SGDConfig(beta=1), "SGDConfig.. has no argument 'beta': there are dampening, lr"),
+        (
+            lambda: MODULE(MODEL, optimizer=1),
+            "no argument 'optimizer': there are fallback, methods, module, options",
+        ),
+        (lambda: MODULE(MODEL, {}, "warn", (), 1), "positional arguments.* It is called as in ORTModule"),
+    ],
+)
+def test_arguments(call: Callable[[], Any], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        call()
+
+
+def test_errors_from_inside_stay_as_they_are() -> None:
+    class Thing:
+        @explains_calls("Thing(1)", {})
+        def __init__(self, value: int) -> None:
+            self.value = value + "1"  # type: ignore[operator]
+
+        @explains_calls("thing.double(2)", {"n": "by"})
+        def double(self, by: int) -> int:
+            return 2 * by
+
+    with pytest.raises(TypeError, match=r"^unsupported operand"):
+        Thing(1)
+    thing: Any = Thing.__new__(Thing)
+    assert thing.double(by=2) == 4 and Thing.double.__name__ == "double"
+    with pytest.raises(
+        TypeError, match=r"^Thing.double\(\) has no argument 'n': did you mean by\? .*thing.double\(2\)$"
+    ):
+        thing.double(n=3)
+
+
+def test_attributes() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'AdamW': did you mean AdamWConfig"):
+        _ = optim.AdamW
+    with pytest.raises(
+        ImportError, match="has no OrtTrainer: from ort_trainer.integrations.transformers import Hugging"
+    ):
+        _ = ort_trainer.OrtTrainer
+    assert not hasattr(optim, "nothing") and not hasattr(ort_trainer, "nothing")
+    assert meant("x", ["b", "a"], {}) == "there are a, b"
+
+
+def test_the_former_name_of_hugging_faces_trainer() -> None:
+    module = importlib.import_module("ort_trainer.integrations.transformers")
+    with pytest.warns(DeprecationWarning, match="now called HuggingFaceTrainer"):
+        assert module.OrtTrainer is module.HuggingFaceTrainer
+    assert not hasattr(module, "OtherTrainer")
