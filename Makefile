@@ -1,7 +1,14 @@
-# Two commands set everything up: `make demo` and `make test`. Any Python from 3.10 to 3.12 will do.
-PYTHON ?= python3.11
-# Of onnxruntime-training the small distribution, which is for the CPU.
-ENGINE ?= cpu
+# Two commands set everything up: `make demo` and `make test`. Any Python from 3.10 on will do; of those that run here,
+# the first of these is taken.
+ifndef PYTHON
+PYTHON := $(shell for it in python3.11 python3.12 python3.10 python3.13 python3.14; do $$it -c '' 2>&- && echo $$it && break; done)
+endif
+# Of onnxruntime-training the small distribution, which is for the CPU, and ends with Python 3.12.
+ifndef ENGINE
+ENGINE := $(shell $(PYTHON) -c "import sys; print('cpu' if sys.version_info < (3, 13) else 'stock')")
+endif
+# Where pip finds torch; empty for where it finds everything else. PyTorch's page names one for the CPU.
+TORCH_INDEX ?=
 VENV := .venv
 BIN := $(VENV)/bin
 
@@ -30,11 +37,20 @@ quick test: export ORT_TRAINER_CACHE := $(CURDIR)/build/exports
 # The stamp depends on what is installed, so that a changed constraint triggers a new installation. An environment that
 # is there is kept, perhaps with a build of torch that was chosen, but not its engine: two would overwrite each other.
 $(VENV)/.installed: pyproject.toml constraints.txt
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip uninstall -qq --yes onnxruntime-training-cpu onnxruntime-training onnxruntime
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[$(ENGINE),dev]'
+	$(call install,dev)
+	touch $@ $(VENV)/.demo
+
+# What the demo needs, and nothing else.
+$(VENV)/.demo: pyproject.toml constraints.txt
+	$(call install,demo)
 	touch $@
+
+define install
+test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+$(BIN)/python -m pip uninstall -qq --yes onnxruntime-training-cpu onnxruntime-training onnxruntime
+$(BIN)/python -m pip install --quiet --constraint constraints.txt torch $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
+$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[$(ENGINE),$(1)]'
+endef
 
 $(STOCK)/.installed: $(VENV)/.installed
 	rm -rf $(STOCK)
@@ -71,7 +87,7 @@ setup-stock: $(STOCK)/.installed
 
 setup-legacy: $(LEGACY)/.installed
 
-demo: setup
+demo: $(VENV)/.demo
 	$(BIN)/python examples/digits.py --out out/digits
 
 # Tunes a small language model with LoRA on a base of 8 bits, and serves it in stock ONNX Runtime: two minutes.
