@@ -88,7 +88,7 @@ setup-stock: $(STOCK)/.installed
 setup-legacy: $(LEGACY)/.installed
 
 demo: $(VENV)/.demo
-	$(BIN)/python examples/digits.py --out out/digits
+	$(BIN)/python examples/characters.py --out out/characters
 
 # Tunes a small language model with LoRA on a base of 8 bits, and serves it in stock ONNX Runtime: two minutes.
 demo-adapters: setup setup-stock

@@ -37,6 +37,18 @@ def example(name: str) -> ModuleType:
     return importlib.import_module(name)
 
 
+def test_characters(tmp_path: Path) -> None:
+    command = [sys.executable, ROOT / "examples" / "characters.py", "--out", str(tmp_path), "--steps", "40"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert "fixes" not in done.stderr
+    losses = dict(re.findall(r"^(ORTTrainer|PyTorch) +([\d.]+) +[\d.]+$", done.stdout, re.MULTILINE))
+    assert losses["ORTTrainer"] == losses["PyTorch"] and float(losses["PyTorch"]) < 3
+    first, scores = re.findall(r"by a relative (\de-\d+)", done.stdout)
+    assert float(first) < 1e-5 and float(scores) < 1e-5
+    assert sorted(p.name for p in tmp_path.iterdir()) == [f"characters.{kind}" for kind in ("onnx", "ortckpt", "png")]
+
+
 def test_digits(tmp_path: Path) -> None:
     command = [sys.executable, ROOT / "examples" / "digits.py", "--out", str(tmp_path), "--epochs", "5"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
