@@ -104,7 +104,10 @@ def loss_fn(logits: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
 def texts() -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the ids of the characters in files of the standard library, and in others, which are held out."""
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
-    train, test = ("".join(file.read_text("utf-8", "ignore") for file in part) for part in (files[1::2], files[::10]))
+    train, test = (
+        "".join(file.read_text(encoding="utf-8", errors="ignore") for file in part)
+        for part in (files[1::2], files[::10])
+    )
     return ids_of(train), ids_of(test)
 
 

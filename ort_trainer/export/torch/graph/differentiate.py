@@ -35,7 +35,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from ....core.errors import ExportError
 from ....options import InputDescription
 from ..capture.call import CallModule
-from ..capture.capture import Capture, capturing
+from ..capture.capture import CHECKPOINT, Capture, capturing
 from ..capture.step_module import StepModule, canonical_names
 from ..fx.explain import explain, source_line, way_out, with_history
 from ..fx.symbols import SymbolTable
@@ -51,6 +51,9 @@ from .kernels import Kernels
 __all__ = ["backward_without_autocast", "differentiate", "lift_attributes"]
 
 aten = torch.ops.aten
+
+# Of norms, which don't read them in training; PyTorch updates them in both runs of a checkpoint, a graph once.
+_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 def differentiate(
@@ -337,6 +340,8 @@ def _sort(
                 )
         elif isinstance(what, InputMutationAOTOutput):
             _sort_mutation(what, node, canonical, result)
+            if any(isinstance(other, GradAOTOutput) for other in end.meta["desc"]):
+                _refuse_changed_twice(what, node)
         else:
             raise ExportError(f"the model has a result of the unsupported kind {type(what).__name__}")
     return result
@@ -391,6 +396,16 @@ def _sort_mutation(
         raise _changed(mutated)
     elif isinstance(mutated, PlainAOTInput):
         result.input_updates[mutated.idx] = node
+
+
+def _refuse_changed_twice(what: InputMutationAOTOutput, node: torch.fx.Node) -> None:
+    """Raises an error for a buffer that a checkpoint changes: PyTorch runs it twice, and the second run reads it."""
+    name = getattr(what.mutated_input, "target", "").removeprefix("model.")
+    if CHECKPOINT in (node.meta.get("custom") or {}) and not name.endswith(_STATISTICS):
+        raise ExportError(
+            f"forward() changes {name or 'an input'!r} in torch.utils.checkpoint, so PyTorch changes it again in the "
+            "backward pass, which a graph can't do: change it outside of the part that is checkpointed"
+        )
 
 
 def _changed(parameter: ParamAOTInput) -> ExportError:
