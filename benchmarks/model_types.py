@@ -42,7 +42,7 @@ _RULES: tuple[tuple[str, Callable[[int], int]], ...] = (
     (r"ind(ic|ex)es$", lambda v: min(v, 1)),
     (r"image_size|img_size|input_size", lambda v: _IMAGE if v > 100 else v),
     (r"patch_size", lambda v: 16 if v > 8 else v),
-    (r"window|local_attention", lambda v: min(v, 4)),
+    (r"window|local_attention|text_length", lambda v: min(v, 4)),
     (r"position|context_length", lambda v: min(v, 64)),
     (r"mel_bins", lambda v: 16),
 )

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from ..core.report import peak_memory
 from ..engine.ort import engine
 from .checkpoint_state import CheckpointState
 from .module import Module
@@ -23,13 +24,10 @@ def resident(field: str) -> int:
     if _STATUS.exists():
         (line,) = (line for line in _STATUS.read_text(encoding="ascii").splitlines() if line.startswith(field))
         return int(line.split()[1]) * 1024
-    try:
-        import resource
-    except ImportError:  # Windows
-        raise SystemExit("the memory of a process can be measured on Linux and macOS only") from None
-    # Outside Linux, only the highest resident memory is available; it is in bytes on macOS, and in KiB elsewhere.
-    highest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return highest if sys.platform == "darwin" else highest * 1024
+    highest = peak_memory()  # outside Linux, only this is known
+    if highest is None:
+        raise SystemExit("the memory of a process can be measured on Linux and macOS only")
+    return highest
 
 
 def main(folder: Path) -> None:

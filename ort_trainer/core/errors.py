@@ -120,9 +120,15 @@ def was_given(value: Any) -> str:
     )
 
 
-def warn(message: str, kind: type[UserWarning] = UserWarning) -> None:
-    """Issues a warning that points at the calling line outside this package."""
+def warn(message: str, kind: type[UserWarning] = UserWarning, others: tuple[str, ...] = ()) -> None:
+    """Issues a warning that points at the calling line outside this package.
+
+    Args:
+        message: The warning.
+        kind: Its class.
+        others: Folders that the line is not in, either.
+    """
     level, frame = 1, sys._getframe()
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(PACKAGE):
+    while frame.f_back is not None and frame.f_code.co_filename.startswith((PACKAGE, *others)):
         level, frame = level + 1, frame.f_back
     warnings.warn(message, kind, stacklevel=level)

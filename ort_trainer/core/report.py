@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["GraphRuns", "Report", "nbytes", "peak_memory"]
+__all__ = ["GraphRuns", "Report", "memory_of", "peak_memory"]
 
 _MEGA = 1e6
 
@@ -62,16 +62,22 @@ class Report:
         return "\n  ".join(lines)
 
 
-def nbytes(tensors: Iterable[Any]) -> int:
-    """Returns how many bytes tensors have."""
+def _nbytes(tensors: Iterable[Any]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def peak_memory() -> dict[str, int]:
-    """Returns the highest resident memory of this process in bytes, under its name; nothing where nobody knows it."""
+def peak_memory() -> int | None:
+    """Returns the highest resident memory of this process in bytes; None on Windows."""
     try:
         import resource
-    except ImportError:  # Windows
-        return {}
-    unit = 1 if sys.platform == "darwin" else 1024
-    return {"the process at most": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
+    except ImportError:
+        return None
+    # In bytes on macOS, and in KiB elsewhere.
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def memory_of(weights: Iterable[Any], gradients: Iterable[Any]) -> dict[str, int]:
+    """Returns the memory of a training in bytes, by what takes it."""
+    peak = peak_memory()
+    process = {} if peak is None else {"the process at most": peak}
+    return {"weights": _nbytes(weights), "gradients": _nbytes(gradients), **process}

@@ -6,9 +6,7 @@ import contextlib
 import inspect
 import os
 import re
-import sys
 import threading
-import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,7 +17,7 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from ..core.errors import ExportError, IdleOptionError, ValueBranchError, shown
+from ..core.errors import ExportError, IdleOptionError, ValueBranchError, shown, warn
 from ..engine.torch_memory import divided, freed_storages, sparse
 from ..export.torch.fx.explain import forward_line
 from ..export.torch.outside.output import output_watched
@@ -62,7 +60,7 @@ _OF_VARIABLE = {
 }
 # A reason may contain values that differ from call to call.
 _MAXIMUM_WARNINGS = 16
-_NOT_THE_CALLER = tuple(f"{folder}{os.sep}" for folder in (Path(__file__).parents[1], Path(torch.__file__).parent))
+_TORCH = f"{Path(torch.__file__).parent}{os.sep}"
 
 
 class NoGraphError(RuntimeError):
@@ -220,9 +218,10 @@ class Fallback:
             return
         self._warned.add(reason)
         line = "" if re.search(r'File ".*", line \d', reason) else f"\n  {forward_line(self._module)}"
-        _warn(
+        warn(
             f"PyTorch runs this call of {self._module._get_name()}, and others like it, instead of a graph: "
-            f"{reason}{line}"
+            f"{reason}{line}",
+            others=(_TORCH,),
         )
 
     def _count(self, reason: str) -> None:
@@ -242,7 +241,7 @@ class Fallback:
         )
         if self.policy == "error":
             raise RuntimeError(reason)
-        _warn(reason)
+        warn(reason, others=(_TORCH,))
 
 
 def own_methods(module: nn.Module) -> list[str]:
@@ -250,13 +249,6 @@ def own_methods(module: nn.Module) -> list[str]:
     kind = type(module)
     names = [name for name in dir(kind) if not name.startswith("_") and not hasattr(nn.Module, name)]
     return [name for name in names if inspect.isfunction(getattr(kind, name))]
-
-
-def _warn(message: str) -> None:
-    level, frame = 1, sys._getframe()
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_THE_CALLER):
-        level, frame = level + 1, frame.f_back
-    warnings.warn(message, stacklevel=level)
 
 
 def refuse_uninitialized(module: nn.Module) -> None:

@@ -14,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from ..core.errors import shown
 from .fallback import Fallback, own_methods
 
-__all__ = ["Method", "check_methods", "expect_calls"]
+__all__ = ["Method", "checked_methods", "expect_calls"]
 
 
 class Method(nn.Module):
@@ -43,8 +43,8 @@ class Method(nn.Module):
         return f"{type(self.module).__name__}.{self._name}"
 
 
-def check_methods(module: nn.Module, names: Iterable[str]) -> None:
-    """Checks names of methods.
+def checked_methods(module: nn.Module, names: Iterable[str]) -> list[str]:
+    """Returns names of methods, after checking them.
 
     Args:
         module: The module.
@@ -56,11 +56,13 @@ def check_methods(module: nn.Module, names: Iterable[str]) -> None:
     """
     if isinstance(names, str):
         raise TypeError(f"methods must be a list of names, but is the string {names!r}: write [{names!r}]")
+    names = [*names]
     for name in names:
         if name == "forward":
             raise ValueError("methods has 'forward', which is a graph in any case: leave it out")
         if not callable(getattr(module, str(name), None)) or hasattr(nn.Module, str(name)):
             raise ValueError(f"methods has {shown(name)}, but {type(module).__name__} has {own_methods(module)}")
+    return names
 
 
 # Wrappers whose forward may never be called, and what says so.

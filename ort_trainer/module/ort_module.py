@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ..core.errors import VerificationError, was_given
-from ..core.report import Report, nbytes, peak_memory
+from ..core.report import Report, memory_of
 from ..core.unknown import explains_calls
 from ..options import OptionsDict, ORTTrainerOptions
 from .fallback import (
@@ -27,7 +27,7 @@ from .fallback import (
 )
 from .forward import Assigned, Graphed, Inner, Outer, graphed_in, rebound
 from .graphs import CallGraphs
-from .methods import Method, check_methods, expect_calls
+from .methods import Method, checked_methods, expect_calls
 from .verify import CallVerifier
 
 __all__ = ["ORTModule"]
@@ -112,7 +112,7 @@ class ORTModule(nn.Module):
         methods: Sequence[str] = (),
     ) -> None:
         _check(module)
-        check_methods(module, methods)
+        methods = checked_methods(module, methods)
         if any(base.__name__ == "LightningModule" for base in type(module).__mro__):
             warnings.warn(
                 f"Lightning calls training_step() of {type(module).__name__}, whose own forward() then runs in "
@@ -259,7 +259,7 @@ class ORTModule(nn.Module):
             tuple(graph for name, face in faces.items() for graph in face._graphs.runs(name)),
             dict(sum((face._fallback.counts for face in faces.values()), Counter[str]())),
             max(face._verifier.last if face._verifier is not None else 0 for face in faces.values()),
-            {"weights": nbytes(tensors), "gradients": nbytes(gradients), **peak_memory()},
+            memory_of(tensors, gradients),
         )
 
     def train(self, mode: bool = True) -> ORTModule:

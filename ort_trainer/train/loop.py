@@ -15,7 +15,7 @@ import torch
 from ..core.errors import ValueBranchError, VerificationError
 from ..core.indices import check_indices
 from ..core.interrupts import uninterrupted
-from ..core.report import GraphRuns, Report, nbytes, peak_memory
+from ..core.report import GraphRuns, Report, memory_of
 from ..core.threads import OneThread
 from ..engine import Check, Executor, Plan
 from ..export import BORROWED, ModelSource
@@ -186,7 +186,6 @@ class TrainingLoop:
         """
         return self.graphs.description
 
-    @in_transaction
     def report(self, title: str) -> Report:
         """Returns what has run, under a title."""
         executor = self._executor
@@ -200,9 +199,10 @@ class TrainingLoop:
             tuple(GraphRuns(step.kind, runs[id(step)], step.kernels, step.seconds, step.kept) for step in graphs),
             {},
             0 if self._verifier is None else self._verifier.last,
-            {"weights": nbytes(tensors), "gradients": nbytes(gradients), **peak_memory()},
+            memory_of(tensors, gradients),
         )
 
+    @in_transaction
     def export(self, sample_batch: Any = None) -> None:
         """Exports the model before the first step; see ``ORTTrainer.prepare``."""
         batch = self.graphs.bind((self.graphs.blank_batch() if sample_batch is None else sample_batch,), {})
