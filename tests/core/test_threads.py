@@ -88,36 +88,38 @@ def test_a_trainer_refuses_a_second_thread(monkeypatch: pytest.MonkeyPatch, tmp_
     thread = threading.Thread(target=lambda: trainer.train_step(*batch), name="slow")
     thread.start()
     inside.wait()
-    for call in (
-        lambda: trainer.train_step(*batch),
-        lambda: trainer.eval_step(*batch),
-        lambda: trainer.predict(batch[0]),
-        lambda: trainer.forward(*batch),
-        lambda: trainer.forward_backward(*batch),
-        trainer.optimizer_step,
-        trainer.lazy_reset_grad,
-        trainer.prepare,
-        trainer.state_dict,
-        lambda: trainer.load_state_dict(state),
-        lambda: trainer.save_checkpoint(tmp_path / "x"),
-        lambda: trainer.load_checkpoint(tmp_path / "x"),
-        lambda: trainer.save_as_onnx(tmp_path / "x"),
-        lambda: trainer.export_for_inference(tmp_path / "x"),
-        lambda: trainer.export_artifacts(tmp_path / "x"),
-        lambda: trainer.set_parameter("fc1.bias", torch.zeros(16)),
-        lambda: trainer.get_gradient("fc1.bias"),
-        lambda: setattr(trainer, "gradient_accumulation_steps", 2),
-        trainer.profile,
-        lambda: session.train_step(batch),
-        lambda: session.eval_step(batch),
-        lambda: session.set_learning_rate(0.1),
-        session.optimizer_step,
-    ):
-        with pytest.raises(RuntimeError, match="MLP is in use by another thread, .slow.: only one thread"):
-            call()
-    assert not list(tmp_path.iterdir()) and trainer.train_step_info.step == 1
-    go_on.set()
-    thread.join()
+    try:
+        for call in (
+            lambda: trainer.train_step(*batch),
+            lambda: trainer.eval_step(*batch),
+            lambda: trainer.predict(batch[0]),
+            lambda: trainer.forward(*batch),
+            lambda: trainer.forward_backward(*batch),
+            trainer.optimizer_step,
+            trainer.lazy_reset_grad,
+            trainer.prepare,
+            trainer.state_dict,
+            lambda: trainer.load_state_dict(state),
+            lambda: trainer.save_checkpoint(tmp_path / "x"),
+            lambda: trainer.load_checkpoint(tmp_path / "x"),
+            lambda: trainer.save_as_onnx(tmp_path / "x"),
+            lambda: trainer.export_for_inference(tmp_path / "x"),
+            lambda: trainer.export_artifacts(tmp_path / "x"),
+            lambda: trainer.set_parameter("fc1.bias", torch.zeros(16)),
+            lambda: trainer.get_gradient("fc1.bias"),
+            lambda: setattr(trainer, "gradient_accumulation_steps", 2),
+            trainer.profile,
+            lambda: session.train_step(batch),
+            lambda: session.eval_step(batch),
+            lambda: session.set_learning_rate(0.1),
+            session.optimizer_step,
+        ):
+            with pytest.raises(RuntimeError, match="MLP is in use by another thread, .slow.: only one thread"):
+                call()
+        assert not list(tmp_path.iterdir()) and trainer.train_step_info.step == 1
+    finally:
+        go_on.set()
+        thread.join()
     assert trainer.train_step_info.step == 2
     trainer.train_step(*batch)
     in_thread(lambda: trainer.train_step(*batch))

@@ -169,6 +169,8 @@ def test_what_was_wrong_once(case: Case) -> None:
         pytest.param(15000241, "in PyTorch", id="what a checkpoint changes back"),
         pytest.param(16000575, "equal", id="a table in a class that a user replaces"),
         pytest.param(28000143, "refused", id="a local function in a class, read as a method"),
+        pytest.param(33100564, "equal", id="an object in a tuple that a cache has kept"),
+        pytest.param(34100190, "equal", id="a function in a class in a table"),
         pytest.param(32000466, "in PyTorch", id="a buffer that a checkpoint changes"),
         pytest.param(31000309, "equal", id="a slot that is assigned what it has"),
         pytest.param(16000651, "refused", id="an object in an array that the run replaces"),

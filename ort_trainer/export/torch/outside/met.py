@@ -163,7 +163,8 @@ class Met:
                 for owner, of_owner in self._with_bases(value, place):
                     for name in vars(owner):
                         self._having.setdefault(name, {})[id(owner)] = owner, of_owner
-                self._meet_names(value, place, frozenset(self.names), data_only=True)
+                # Of a class among values, code may read a function without calling it.
+                self._meet_names(value, place, frozenset(self.names), data_only=isinstance(value, types.ModuleType))
             return
         if id(value) in self.objects:
             if not isinstance(value, (nn.Module, types.FunctionType, types.MethodType)):  # compared by identity anyway
@@ -344,7 +345,7 @@ class Met:
         self.names |= names
         having = {key: entry for name in sorted(new) for key, entry in self._having.get(name, {}).items()}
         for known, of_known in having.values():
-            self._meet_names(known, of_known, new, data_only=True)
+            self._meet_names(known, of_known, new, data_only=isinstance(known, types.ModuleType))
         if self._numbers and "type" in names and "type" not in values:
             values["type"] = TypeOf
             self._typed.append(values)

@@ -161,8 +161,10 @@ def _frozen_container(value: Any, depth: int) -> Hashable:
 
 
 def _is_changeable(part: Any) -> bool:
-    """Returns whether what a function has kept may be changed by others, unlike its arguments; a tensor stays."""
-    watched = is_watched(type(part)) and not isinstance(part, (tuple, frozenset, torch.Tensor, nn.Module))
+    """Returns whether what a function has kept may be changed by others, or has such parts; a tensor stays."""
+    if isinstance(part, (tuple, frozenset)):
+        return any(map(_is_changeable, part))
+    watched = is_watched(type(part)) and not isinstance(part, (torch.Tensor, nn.Module))
     return watched or isinstance(part, (*CHANGEABLE, *MEMORIES))
 
 
