@@ -86,6 +86,8 @@ def _look_at_steps() -> None:
 
 
 def _look(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    if all(not group.get("lr", 1.0) for group in optimizer.param_groups):
+        return  # to make its state, as torch.distributed.checkpoint does before a run
     for module, fallback in list(_expected.items()):
         updated = {parameter for group in optimizer.param_groups for parameter in group["params"]}
         if fallback.called:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from ort_trainer import ORTModule
 from ort_trainer.core.report import Report
@@ -105,6 +106,13 @@ def test_a_module_whose_forward_never_runs(policy: str) -> None:
     with pytest.warns(UserWarning, match=message) as record:
         trained(model)
     assert len(record) == 1 and record[0].filename == __file__
+
+
+def test_an_optimizer_whose_state_is_made_before_a_run() -> None:
+    model = ORTModule(nn.Linear(4, 2), fallback="error")
+    optimizer = torch.optim.Adam(model.parameters())
+    get_optimizer_state_dict(nn.Sequential(model), optimizer)
+    assert optimizer.state and not optimizer.state[model.weight]["exp_avg"].any()
 
 
 def test_a_module_that_is_not_trained_or_is_called() -> None:
