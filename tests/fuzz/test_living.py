@@ -172,6 +172,9 @@ def test_what_was_wrong_once(case: Case) -> None:
         pytest.param(33100564, "equal", id="an object in a tuple that a cache has kept"),
         pytest.param(34100190, "equal", id="a function in a class in a table"),
         pytest.param(32000466, "in PyTorch", id="a buffer that a checkpoint changes"),
+        pytest.param(
+            34100432, "refused", id="what a checkpoint changes back, which PyTorch's second run does not reach"
+        ),
         pytest.param(31000309, "equal", id="a slot that is assigned what it has"),
         pytest.param(16000651, "refused", id="an object in an array that the run replaces"),
         pytest.param(18000210, "equal", id="a function with defaults that one without replaces"),

@@ -13,7 +13,7 @@ __all__ = ["WHY_DIFFERENT", "gradient_floor", "not_run", "report"]
 WHY_DIFFERENT = (
     "The graph has probably fixed a value that forward() or the loss reads from somewhere that is not watched: make it "
     "an input, a buffer or a plain attribute of the module. If there is none, please report the model. "
-    "debug.verify_every=None goes on without this comparison"
+    'debug.verify_every="off" goes on without this comparison'
 )
 
 Named = Mapping[str, torch.Tensor]
@@ -31,7 +31,7 @@ def not_run(what: str, error: Exception) -> VerificationError:
     """Returns the error for a step that PyTorch can't run, such as an LSTM in half precision on a CPU."""
     return VerificationError(
         f"debug.verify_every: {what} can't be compared, because it raises in PyTorch itself ({type(error).__name__}: "
-        f"{error}). It was not taken. debug.verify_every=None goes on without this comparison"
+        f'{error}). It was not taken. debug.verify_every="off" goes on without this comparison'
     )
 
 

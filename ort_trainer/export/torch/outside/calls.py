@@ -38,10 +38,12 @@ class Calls(TorchFunctionMode):
 
     Args:
         report: Takes the frame, before the function's first line.
+        before_operator: Is called before each of PyTorch's operators.
     """
 
-    def __init__(self, report: Callable[[types.FrameType], None]) -> None:
+    def __init__(self, report: Callable[[types.FrameType], None], before_operator: Callable[[], object]) -> None:
         super().__init__()
+        self._before_operator = before_operator
         of_collector = (getattr(callback, "__code__", None) for callback in gc.callbacks)
         codes: dict[int, Any] = {id(code): code for code in of_collector}
 
@@ -73,6 +75,7 @@ class Calls(TorchFunctionMode):
         hook = sys.getprofile()
         sys.setprofile(None)
         try:
+            self._before_operator()
             return function(*args, **(kwargs or {}))
         finally:
             sys.setprofile(hook)

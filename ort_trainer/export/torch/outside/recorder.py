@@ -119,6 +119,7 @@ class Recorder:
         self._counted: set[Place] = set()  # of numbers in containers that the run has replaced
         self._settled: dict[Place, Any] = {}  # settings with which a second run has left the same
         self._repeated: set[Place] = set()  # what it has changed in parts that PyTorch runs again
+        self._before_part: dict[Place, Any] | None = None  # what it had changed before such a part, while in one
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -155,7 +156,7 @@ class Recorder:
             with (
                 writes,
                 mock.patch.object(torch.Tensor, "__getattr__", self.met.of_stand_ins(self._parameters), create=True),
-                Calls(self.met.called),
+                Calls(self.met.called, self._look),
             ):
                 yield
         finally:
@@ -185,10 +186,19 @@ class Recorder:
 
     @contextlib.contextmanager
     def repeated(self) -> Iterator[None]:
-        """Notes what the run changes in the context, a part that PyTorch runs again in the backward pass."""
-        before = self._changed()
+        """Notes what the run changes in the context, a part that PyTorch runs again in the backward pass.
+
+        That run ends with the last tensor that it needs, perhaps before the part changes something back: so each
+        operator looks.
+        """
+        outer, self._before_part = self._before_part, self._changed()
         yield
-        self._repeated.update(self._changed_since(before))
+        self._look()
+        self._before_part = outer
+
+    def _look(self) -> None:
+        if self._before_part is not None:
+            self._repeated.update(self._changed_since(self._before_part))
 
     def _changed_since(self, before: Mapping[Place, Any]) -> Iterator[Place]:
         """Yields the places that the run has changed since :meth:`_changed` has returned something."""

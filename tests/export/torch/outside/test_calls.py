@@ -28,7 +28,7 @@ class _Scale:
 def test_each_function_that_runs_is_reported_once() -> None:
     names: list[str] = []
     scale = _Scale()
-    with Calls(lambda frame: names.append(frame.f_code.co_name)):
+    with Calls(lambda frame: names.append(frame.f_code.co_name), int):
         for _ in range(2):
             scale + torch.ones(2)
             scale.half()
@@ -52,7 +52,7 @@ def test_what_the_garbage_collector_calls_is_not_reported() -> None:
 
     gc.callbacks.append(callback)
     try:
-        with Calls(lambda frame: names.append(frame.f_code.co_name)):
+        with Calls(lambda frame: names.append(frame.f_code.co_name), int):
             del kept
             gc.collect()
     finally:
@@ -65,7 +65,7 @@ def test_another_profiler_goes_on() -> None:
     profiler = cProfile.Profile()
     profiler.enable()
     try:
-        with Calls(lambda frame: None):
+        with Calls(lambda frame: None, int):
             pass
         now: Any = sys.getprofile()
         assert now is profiler
