@@ -446,8 +446,10 @@ class ORTTrainer:
         self,
         train_loader: Iterable[Any],
         eval_loader: Iterable[Any] | None = None,
-        epochs: int = 1,
+        epochs: int | None = None,
         *,
+        max_steps: int | None = None,
+        eval_every: int | None = None,
         metrics: Any = None,
         labels: str | None = None,
         callbacks: Iterable[Callback] = (),
@@ -456,7 +458,7 @@ class ORTTrainer:
         progress: bool | Callback = True,
         stop_signals: Iterable[str] = (),
     ) -> FitState:
-        """Trains for a number of epochs and evaluates after each (docs/fit.md).
+        """Trains for a number of epochs or steps, and evaluates after each epoch or every so many steps.
 
         Ctrl-C ends training after the current step with the status ``interrupted`` and saves the last checkpoint. With
         several processes, each calls it with a loader of its part of the data; the history has the means over all.
@@ -466,8 +468,12 @@ class ORTTrainer:
                 anything that :meth:`train_step` accepts: a tuple, list, dict or tensor. Batches are moved to the
                 device. A dict may hold ``gradient_weight`` beside the inputs.
             eval_loader: The same for the evaluation.
-            epochs: Total number of epochs, including those before a checkpoint. An accumulation window never extends
-                beyond its epoch.
+            epochs: Total number of epochs, including those before a checkpoint. Default: 1, or as many as ``max_steps``
+                takes. An accumulation window never extends beyond its epoch.
+            max_steps: Ends training after so many steps (batches) in all, including those before a checkpoint; None for
+                no such limit. Loaders of endless streams need it.
+            eval_every: Evaluates also within epochs, whenever so many steps have followed the last evaluation, which
+                then ends an entry of the history; None to evaluate after epochs.
             metrics: Metrics of the evaluation: one, a list, or a dict by name. A metric is a function
                 (outputs, labels) -> number, which is averaged over the samples; an object with ``update``, ``compute``
                 and ``reset``; or an object with ``add_batch`` and ``compute``. A tuple (metric, function) passes the
@@ -484,7 +490,7 @@ class ORTTrainer:
                 schedulers and containers send before they kill. The current step completes, even if it exports.
 
         Returns:
-            The final state: ``status``, ``history`` with a dict for each epoch, ``plot(path)``.
+            The final state: ``status``, ``history`` with a dict for each epoch or evaluation, ``plot(path)``.
 
         Raises:
             TypeError, ValueError: If an argument is invalid, or a monitored number does not exist.
@@ -501,6 +507,8 @@ class ORTTrainer:
             train_loader,
             eval_loader,
             epochs,
+            max_steps=max_steps,
+            eval_every=eval_every,
             metrics=metrics,
             labels=labels,
             callbacks=callbacks,

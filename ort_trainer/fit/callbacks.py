@@ -55,13 +55,16 @@ class Callback:
         """Called after the training step of a batch."""
 
     def on_validation_start(self, state: FitState, trainer: Any) -> None:
-        """Called after the last batch of an epoch, before the evaluation."""
+        """Called before an evaluation: after the last batch of an epoch, or within it (``eval_every``)."""
 
     def on_validation_end(self, state: FitState, trainer: Any) -> None:
         """Called after the evaluation; ``state.metrics`` has its results, and more can be added."""
 
     def on_train_epoch_end(self, state: FitState, trainer: Any) -> None:
         """Called when an epoch is complete; ``state.history[-1]`` has its figures."""
+
+    def on_row(self, state: FitState, trainer: Any) -> None:
+        """Called when ``state.history[-1]`` is new: when an epoch is complete, or was evaluated within."""
 
     def on_save_checkpoint(self, state: FitState, trainer: Any, checkpoint: dict[str, Any]) -> None:
         """Called before a checkpoint is saved; ``checkpoint`` is its user dict, and entries can be added."""
@@ -130,11 +133,11 @@ class _Monitor(Callback):
 
 
 class EarlyStopping(_Monitor):
-    """Stops when a number has not improved for some epochs, or is not finite.
+    """Stops when a number has not improved for some epochs or evaluations, or is not finite.
 
     Args:
         monitor: A name in the history; None for ``eval_loss``, or ``loss`` without an eval_loader.
-        patience: The number of epochs without improvement after which to stop.
+        patience: The number of epochs, or evaluations, without improvement after which to stop.
         mode: ``min`` or ``max``: which values are better.
         min_delta: The minimum change that counts as an improvement.
 
@@ -152,7 +155,7 @@ class EarlyStopping(_Monitor):
     def on_fit_start(self, state: FitState, trainer: Trainer) -> None:
         self._stop_if_due(state)  # a fit resumed where this callback had stopped it
 
-    def on_train_epoch_end(self, state: FitState, trainer: Trainer) -> None:
+    def on_row(self, state: FitState, trainer: Trainer) -> None:
         self.waited = 0 if self.improved(state) else self.waited + 1
         value = state.history[-1][self._name]
         if not math.isfinite(value):
@@ -161,7 +164,8 @@ class EarlyStopping(_Monitor):
 
     def _stop_if_due(self, state: FitState) -> None:
         if self.waited >= self.patience:
-            state.stop(f"{self._name} has not improved for {self.waited} epochs")
+            what = "epochs" if len(state.history) == state.completed else "evaluations"
+            state.stop(f"{self._name} has not improved for {self.waited} {what}")
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "waited": self.waited}
@@ -182,7 +186,7 @@ class _Saving(Callback):
     def __init__(self, every_n_batches: int | None) -> None:
         check_count("every_n_batches", every_n_batches, optional=True)
         self.every_n_batches = every_n_batches
-        self._saved = (0, 0)
+        self._saved = (0, 0, 0)
 
     def on_train_batch_end(self, state: FitState, trainer: Trainer) -> None:
         if self.every_n_batches is not None and state.batch % self.every_n_batches == 0:
@@ -191,21 +195,26 @@ class _Saving(Callback):
     def on_fit_end(self, state: FitState, trainer: Trainer) -> None:
         if state.status == "failed":
             return
-        due = bool(state.steps) and self._saved != (state.steps, len(state.history))
+        due = bool(state.steps) and self._saved != _counts(state)
         if any(row["due"] for row in trainer.gather({"due": due})):
             self._save_last(state, trainer)
 
     def _save_last(self, state: FitState, trainer: Trainer, metrics: Mapping[str, Any] | None = None) -> None:
         state.files["last"] = str(self._write_last(state, trainer, metrics))
-        self._saved = (state.steps, len(state.history))
+        self._saved = _counts(state)
 
     def _write_last(self, state: FitState, trainer: Trainer, metrics: Mapping[str, Any] | None) -> Path:
-        """Writes a checkpoint, with the metrics of a complete epoch; returns its path."""
+        """Writes a checkpoint, with the metrics of a row of the history; returns its path."""
         raise NotImplementedError
 
 
+def _counts(state: FitState) -> tuple[int, int, int]:
+    """Returns what tells the states that a checkpoint would hold."""
+    return state.steps, len(state.history), state.completed
+
+
 class Checkpoints(_Saving, _Monitor):
-    """Saves ``last.ortckpt`` after each epoch and at the end, and ``best.ortckpt`` when a number is at its best.
+    """Saves ``last.ortckpt`` after each epoch or evaluation, and ``best.ortckpt`` when a number is at its best.
 
     Args:
         folder: An existing folder.
@@ -245,7 +254,7 @@ class Checkpoints(_Saving, _Monitor):
                 "checkpoints=Checkpoints(folder, overwrite=True)"
             )
 
-    def on_train_epoch_end(self, state: FitState, trainer: Trainer) -> None:
+    def on_row(self, state: FitState, trainer: Trainer) -> None:
         if self.improved(state):
             state.files["best"] = str(_written(self.best_path, state, trainer))
         self._save_last(state, trainer)
@@ -261,7 +270,7 @@ def _written(path: Path, state: FitState, trainer: Trainer) -> Path:
 
 
 class ManagedCheckpoints(_Saving):
-    """Saves with a ``CheckpointManager`` at the end and after each epoch, with the epoch's figures as metrics.
+    """Saves with a ``CheckpointManager`` after each epoch or evaluation, with its figures as metrics, and at the end.
 
     Args:
         manager: The manager; its ``keep_best`` names a number in the history.
@@ -281,7 +290,7 @@ class ManagedCheckpoints(_Saving):
         if self.manager.keep_best is not None and state.expected is not None:
             _check_name("CheckpointManager(keep_best=...)", self.manager.keep_best[0], state.expected)
 
-    def on_train_epoch_end(self, state: FitState, trainer: Trainer) -> None:
+    def on_row(self, state: FitState, trainer: Trainer) -> None:
         self._save_last(state, trainer, {name: value for name, value in state.history[-1].items() if value is not None})
 
     def on_fit_end(self, state: FitState, trainer: Trainer) -> None:

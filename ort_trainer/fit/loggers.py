@@ -12,6 +12,7 @@ from typing import Any
 
 from ..core.atomic import atomic_path, check_target
 from ..core.errors import check_count
+from ..core.streams import redraws
 from ..runs.trainer import Trainer
 from .callbacks import Callback
 from .state import EPOCH_COLUMNS, FitState, shown_number
@@ -20,7 +21,7 @@ __all__ = ["CSVLogger", "Progress", "TensorBoardLogger"]
 
 
 class CSVLogger(Callback):
-    """Writes a row for each epoch, and optionally rows for batches, which have a number in the column ``batch``.
+    """Writes the rows of the history, and optionally rows for batches, which have a number in the column ``batch``.
 
     Replaces an existing file; a resumed fit keeps its rows up to the point where it resumes.
 
@@ -44,10 +45,9 @@ class CSVLogger(Callback):
 
     def on_fit_start(self, state: FitState, trainer: Trainer) -> None:
         rows = self._read() if state.resumed and self.path.exists() else []
-        step, epochs = trainer.train_step_info.step, len(state.history)
-        # An epoch's row has the step of its last batch, so the step alone would keep the row of an epoch whose
-        # evaluation is repeated.
-        kept = [row for row in rows if int(row["step"]) <= step and (row["batch"] or int(row["epoch"]) <= epochs)]
+        step, last = trainer.train_step_info.step, state.history[-1]["step"] if state.history else -1
+        # The row of an evaluation that is repeated has the step of its last batch.
+        kept = [row for row in rows if int(row["step"]) <= (step if row["batch"] else last)]
         self._columns = ["epoch", "batch", *EPOCH_COLUMNS[1:]]
         self._columns += [name for row in kept[-1:] for name in row if name not in self._columns]
         self._write(kept)
@@ -56,7 +56,7 @@ class CSVLogger(Callback):
         if self.every_n_batches is not None and state.batch % self.every_n_batches == 0:
             self._add({**state.record(trainer), "batch": state.batch})
 
-    def on_train_epoch_end(self, state: FitState, trainer: Trainer) -> None:
+    def on_row(self, state: FitState, trainer: Trainer) -> None:
         self._add(state.history[-1])
 
     def _add(self, row: dict[str, Any]) -> None:
@@ -80,7 +80,7 @@ class CSVLogger(Callback):
 
 
 class TensorBoardLogger(Callback):
-    """Writes the figures of batches (under ``train/``) and of epochs (under ``epoch/``) for TensorBoard.
+    """Writes the figures of batches (under ``train/``) and of the history (under ``epoch/``) for TensorBoard.
 
     Args:
         folder: The log folder, which is created if needed.
@@ -115,7 +115,7 @@ class TensorBoardLogger(Callback):
         if state.batch % self.every_n_batches == 0:
             self._add("train", state.record(trainer))
 
-    def on_train_epoch_end(self, state: FitState, trainer: Trainer) -> None:
+    def on_row(self, state: FitState, trainer: Trainer) -> None:
         self._add("epoch", state.history[-1])
 
     def on_fit_end(self, state: FitState, trainer: Trainer) -> None:
@@ -143,15 +143,18 @@ class Progress(Callback):
 
     def on_fit_start(self, state: FitState, trainer: Trainer) -> None:
         if state.resumed:
-            self._write(f"resumed after {len(state.history)} epochs and {state.batch} batches")
+            self._write(f"resumed after {state.completed} epochs and {state.batch} batches")
 
     def on_train_epoch_start(self, state: FitState, trainer: Trainer) -> None:
         self._shown = time.perf_counter()
-        bar = _tqdm() if sys.stderr.isatty() else None
+        bar = _tqdm() if redraws(sys.stderr) else None
         if bar is not None:
             layout = "{desc} {percentage:3.0f}%|{bar:20}| {n_fmt}/{total_fmt}{postfix}"
-            title = f"epoch {state.epoch}/{state.epochs}"
-            self._bar = bar(total=state.batches, initial=state.batch, desc=title, bar_format=layout, dynamic_ncols=True)
+            total, left = state.batches, state.steps_left
+            if left is not None and (total is None or state.batch + left < total):
+                total = state.batch + left
+            title = _epoch(state)
+            self._bar = bar(total=total, initial=state.batch, desc=title, bar_format=layout, dynamic_ncols=True)
 
     def on_train_batch_end(self, state: FitState, trainer: Trainer) -> None:
         now = time.perf_counter()
@@ -164,13 +167,16 @@ class Progress(Callback):
         elif now - self._shown >= self.seconds:
             self._shown = now
             place = f"batch {state.batch}/{state.batches or '?'}"
-            self._write(f"epoch {state.epoch}/{state.epochs}  {place}  {_figures(state, trainer)}")
+            self._write(f"{_epoch(state)}  {place}  {_figures(state, trainer)}")
 
-    def on_train_epoch_end(self, state: FitState, trainer: Trainer) -> None:
-        self._close()
+    def on_row(self, state: FitState, trainer: Trainer) -> None:
         row = state.history[-1]
         numbers = "  ".join(f"{name} {shown_number(row[name])}" for name in row if name in ("loss", *state.metrics))
-        self._write(f"epoch {state.epoch}/{state.epochs}  done  {numbers}  {_speed(state, row)}")
+        is_over = state.completed == state.epoch
+        if is_over or state.has_all_steps:
+            self._close()
+        what = "done" if is_over else f"step {row['step']}"
+        self._write(f"{_epoch(state)}  {what}  {numbers}  {_speed(state, row)}")
 
     def on_fit_end(self, state: FitState, trainer: Trainer) -> None:
         self._close()
@@ -183,13 +189,20 @@ class Progress(Callback):
             self._bar = None
 
     def _write(self, line: str) -> None:
-        print(line, file=sys.stderr, flush=True)
+        if self._bar is None:
+            print(line, file=sys.stderr, flush=True)
+        else:
+            self._bar.write(line, file=sys.stderr)  # above the bar
+
+
+def _epoch(state: FitState) -> str:
+    return f"epoch {state.epoch}" if state.epochs is None else f"epoch {state.epoch}/{state.epochs}"
 
 
 def _tqdm() -> Any:
-    """Returns tqdm's bar, or None if it is not installed."""
+    """Returns tqdm's bar, in a notebook that of a widget, or None if it is not installed."""
     try:
-        from tqdm import tqdm
+        from tqdm.auto import tqdm
     except ModuleNotFoundError:
         return None
     return tqdm

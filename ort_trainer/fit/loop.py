@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import threading
@@ -27,6 +28,7 @@ __all__ = ["fit"]
 
 Load = Callable[[Trainer], dict[str, Any] | None]
 _KEY = "fit"
+_END = object()
 _ONCE = "pass a list of batches or a DataLoader, not empty and iterable more than once"
 
 
@@ -35,8 +37,10 @@ def fit(
     device: torch.device,
     train_loader: Any,
     eval_loader: Any,
-    epochs: int,
+    epochs: int | None,
     *,
+    max_steps: int | None,
+    eval_every: int | None,
     metrics: Any,
     labels: str | None,
     callbacks: Iterable[Callback],
@@ -46,10 +50,17 @@ def fit(
     stop_signals: Iterable[str] = (),
 ) -> FitState:
     """Trains; see ``ORTTrainer.fit``."""
-    check_count("epochs", epochs)
+    check_count("epochs", epochs, optional=True)
+    check_count("max_steps", max_steps, optional=True)
+    check_count("eval_every", eval_every, optional=True)
+    if epochs is None and (max_steps is None or isinstance(train_loader, Iterator)):
+        epochs = 1
+    if eval_every is not None and eval_loader is None:
+        raise ValueError(f"eval_every={eval_every} needs an eval_loader, but none was given")
     for name, loader in (("train_loader", train_loader), ("eval_loader", eval_loader)):
         if loader is not None or name == "train_loader":
-            _check_loader(name, loader, epochs)
+            several = epochs != 1 if name == "train_loader" else epochs != 1 or eval_every is not None
+            _check_loader(name, loader, several)
     measured = Metrics(metrics)
     if eval_loader is None and len(measured):
         raise ValueError("metrics need an eval_loader, but none was given")
@@ -67,7 +78,7 @@ def fit(
     for callback in every:
         if not isinstance(callback, Callback):
             raise TypeError(f"a callback must be an ort_trainer.fit.Callback, but {was_given(callback)}")
-    state = _new_state(epochs, train_loader, eval_loader is not None, measured, callbacks)
+    state = _new_state(epochs, max_steps, train_loader, eval_loader is not None, measured, callbacks)
     load = _to_resume(resume, checkpoints)
     if trainer.world_rank:
         every = [callback for callback in every if callback.in_every_process and callback not in shows]
@@ -75,6 +86,8 @@ def fit(
     consensus.check_same(
         {
             "epochs": epochs,
+            "max_steps": max_steps,
+            "eval_every": eval_every,
             "eval_loader (whether there is one)": eval_loader is not None,
             "number of metrics": len(measured),
             "checkpoints (whether there are any)": checkpoints is not None,
@@ -83,7 +96,9 @@ def fit(
         }
     )
     with consensus.interruptible():
-        return _Fit(trainer, device, train_loader, eval_loader, measured, labels, every, state, consensus).run(load)
+        return _Fit(
+            trainer, device, train_loader, eval_loader, eval_every, measured, labels, every, state, consensus
+        ).run(load)
 
 
 @dataclass
@@ -93,12 +108,14 @@ class _Fit:
     Attributes:
         position: The position in the data; callbacks see it in ``state``.
         prepared: Shapes of batches for which there is a graph.
+        batches: The remaining batches of the epoch; None before it.
     """
 
     trainer: Trainer
     device: torch.device
     train_loader: Any
     eval_loader: Any
+    eval_every: int | None
     metrics: Metrics
     labels: str | None
     callbacks: list[Callback]
@@ -107,6 +124,7 @@ class _Fit:
 
     def __post_init__(self) -> None:
         self.prepared: set[tuple[Any, ...]] = set()
+        self.batches: Iterator[Any] | None = None
         self.position = self.state.position = Position(self.train_loader)
         self.state.checkpoint = self.checkpoint
 
@@ -121,7 +139,7 @@ class _Fit:
         try:
             while not self.done():
                 self.epoch()
-            state.status = "completed" if len(state.history) >= state.epochs else "stopped"
+            state.status = "completed" if state.is_complete else "stopped"
             if self.consensus.interrupted and state.status == "stopped":
                 state.status = "interrupted"
                 self.call("on_exception", KeyboardInterrupt())
@@ -146,35 +164,62 @@ class _Fit:
         return self.state.done or self.consensus.interrupted
 
     def epoch(self) -> None:
-        """Trains for an epoch, or the rest of one, and evaluates."""
+        """Trains for an epoch, or the rest of one, in parts that end with an evaluation."""
         state, consensus = self.state, self.consensus
-        with self.trainer.join(lambda: {_KEY: self.place(), **self.position.share()}):
-            self.position.begin_epoch()
-            self.call("on_train_epoch_start")
-            state.begin_clock()
-            try:
-                for batch in self.position.load():
-                    self.step(batch)
-                    if consensus.stopped():
-                        break
-            except (RuntimeError, ConnectionError, EOFError) as error:
-                if not consensus.has_taken_workers(error):
-                    raise
-        shares = consensus.share(state.share())
-        if state.reason or consensus.interrupted:
-            return
-        if not any(share["batch"] for share in shares):
-            raise ValueError(f"train_loader yielded no batch in epoch {state.epoch}: {_ONCE}")
-        self.trainer.optimizer_step()  # the last window may be incomplete
-        state.metrics = {}
-        if self.eval_loader is not None:
-            self.evaluate()
-            if consensus.interrupted:
+        self.batches = None
+        is_over = False
+        while not is_over and not state.is_complete:
+            with self.trainer.join(lambda: {_KEY: self.place(), **self.position.share()}):
+                if self.batches is None:
+                    self.position.begin_epoch()
+                    self.call("on_train_epoch_start")
+                    self.batches = self.position.load()
+                is_over = self.part(self.batches)
+            shares = consensus.share({**state.share(), "is_over": is_over, "has_all": state.has_all_steps})
+            if state.reason or consensus.interrupted:
                 return
-        state.end_epoch(self.trainer, shares)
-        self.position.end_epoch()
-        self.call("on_train_epoch_end")
-        state.next_epoch()
+            is_over = all(share["is_over"] for share in shares)
+            if is_over and not any(share["batch"] for share in shares):
+                raise ValueError(f"train_loader yielded no batch in epoch {state.epoch}: {_ONCE}")
+            if is_over or any(share["has_all"] for share in shares):
+                self.trainer.optimizer_step()  # the last window may be incomplete
+            has_steps = any(share["since"] for share in shares)
+            if has_steps:
+                state.metrics = {}
+                if self.eval_loader is not None:
+                    self.evaluate()
+                    if consensus.interrupted:
+                        return
+                state.add_row(self.trainer, shares)
+            if is_over:
+                state.completed += 1
+                self.position.end_epoch()
+                self.call("on_train_epoch_end")
+            if has_steps:
+                self.call("on_row")
+        if is_over:
+            state.next_epoch()
+
+    def part(self, batches: Iterator[Any]) -> bool:
+        """Trains until the next evaluation is due; returns whether the epoch has no more batches in this process."""
+        state, consensus = self.state, self.consensus
+        state.begin_clock()
+        try:
+            while not (state.is_due(self.eval_every) or state.has_all_steps):
+                batch = next(batches, _END)
+                if batch is _END:
+                    return True
+                self.step(batch)
+                if consensus.stopped():
+                    return False
+            if state.batch == state.batches:  # the loader's iterator ends, and with it what it draws
+                batch = next(batches, _END)
+                self.batches = itertools.chain([batch], batches)  # if it has more than its length says
+                return batch is _END
+        except (RuntimeError, ConnectionError, EOFError) as error:
+            if not consensus.has_taken_workers(error):
+                raise
+        return False
 
     def step(self, batch: Any) -> None:
         """Trains on a batch."""
@@ -302,11 +347,12 @@ class _Fit:
 
 def _position(kept: Mapping[str, Any], place: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a process's position from a checkpoint, completed for early versions, which stored only part of it."""
-    state, epoch = place["state"], len(kept["state"]["history"]) + 1
+    state, epoch = place["state"], kept["state"].get("completed", len(kept["state"]["history"])) + 1
     return {"epoch": epoch, "batch": state["batch"], "batches": state["batches"], **place}
 
 
-def _check_loader(name: str, loader: Any, epochs: int) -> None:
+def _check_loader(name: str, loader: Any, several: bool) -> None:
+    """Raises an error for what yields no batches, or only once although it is to do so several times."""
     is_batch = isinstance(loader, (Mapping, torch.Tensor)) or (
         isinstance(loader, tuple) and all(isinstance(part, torch.Tensor) for part in loader)
     )
@@ -317,12 +363,17 @@ def _check_loader(name: str, loader: Any, epochs: int) -> None:
         raise TypeError(
             f"{name} must yield batches, as a DataLoader or a list does, but {shown(loader)} was given{hint}"
         )
-    if isinstance(loader, Iterator) and epochs > 1:
-        raise TypeError(f"{name} is an iterator, usable for one epoch only, but epochs is {epochs}: {_ONCE}")
+    if isinstance(loader, Iterator) and several:
+        raise TypeError(f"{name} is an iterator, usable for one epoch only, but there are several: {_ONCE}")
 
 
 def _new_state(
-    epochs: int, train_loader: Any, evaluates: bool, metrics: Metrics, callbacks: list[Callback]
+    epochs: int | None,
+    max_steps: int | None,
+    train_loader: Any,
+    evaluates: bool,
+    metrics: Metrics,
+    callbacks: list[Callback],
 ) -> FitState:
     """Returns the initial state of a fit, with the history's columns if they are known in advance."""
     metric_names = metrics.names
@@ -332,7 +383,7 @@ def _new_state(
         expected = set(EPOCH_COLUMNS)
     elif metric_names is not None and not adds:
         expected = {*EPOCH_COLUMNS, "eval_loss", *(f"eval_{name}" for name in metric_names)}
-    return FitState(epochs, length_of(train_loader), expected, "eval_loss" if evaluates else "loss")
+    return FitState(epochs, length_of(train_loader), expected, "eval_loss" if evaluates else "loss", max_steps)
 
 
 def _to_resume(resume: Any, checkpoints: Checkpoints | ManagedCheckpoints | None) -> Load | None:

@@ -20,13 +20,14 @@ class FitState:
     """The state of a fit, which callbacks get and ``fit`` returns.
 
     Args:
-        epochs: As given to ``fit``.
+        epochs: As given to ``fit``; None for as many as ``max_steps`` takes.
+        max_steps: As given to ``fit``.
         batches: The number of batches in an epoch; None if the loader has no length.
         expected: The names that each row of the history will have; None if unknown in advance.
         default_monitor: The number to monitor by default.
 
     Attributes:
-        epochs, batches, expected, default_monitor: As given.
+        epochs, max_steps, batches, expected, default_monitor: As given.
         status: ``running``, ``completed``, ``stopped``, ``interrupted`` or ``failed``.
         reason: Why it was stopped.
         epoch: The current epoch, from 1.
@@ -34,8 +35,10 @@ class FitState:
         loss: The loss of the last batch.
         outputs: The outputs of its step, including the loss.
         metrics: The results of the last evaluation; a callback's ``on_validation_end`` may add its own numbers.
-        history: A dict for each completed epoch: its number, steps and updates so far, the mean loss, learning rate and
-            gradient norm of the last update, samples per second, and the results of the evaluation.
+        history: A row, a dict, for each completed epoch, and with ``eval_every`` for each evaluation: the epoch's
+            number, steps and updates so far, the mean loss since the last row, learning rate and gradient norm of the
+            last update, samples per second, and the results of the evaluation.
+        completed: The number of completed epochs.
         steps: The number of steps in this call.
         resumed: Whether it resumed from a checkpoint.
         seconds: The duration of this call, set at its end.
@@ -44,11 +47,20 @@ class FitState:
         files: The paths of the checkpoints written: ``last`` and ``best``.
     """
 
-    def __init__(self, epochs: int, batches: int | None, expected: set[str] | None, default_monitor: str) -> None:
-        self.epochs, self.batches = epochs, batches
+    def __init__(
+        self,
+        epochs: int | None,
+        batches: int | None,
+        expected: set[str] | None,
+        default_monitor: str,
+        max_steps: int | None = None,
+    ) -> None:
+        self.epochs, self.max_steps, self.batches = epochs, max_steps, batches
         self.expected, self.default_monitor = expected, default_monitor
         self.status, self.reason = "running", ""
-        self.epoch, self.batch, self.steps = 1, 0, 0
+        self.epoch, self.batch, self.steps, self.completed = 1, 0, 0, 0
+        # Steps of all epochs up to the last row of the history, the most of any process, and those of this one since.
+        self._recorded, self._since = 0, 0
         self.loss: float | None = None
         self.outputs: Any = None
         self.metrics: dict[str, float] = {}
@@ -68,8 +80,32 @@ class FitState:
 
     @property
     def done(self) -> bool:
-        """Whether the fit was stopped or all epochs are complete."""
-        return bool(self.reason) or len(self.history) >= self.epochs
+        """Whether the fit was stopped or has done what it was to do."""
+        return bool(self.reason) or self.is_complete
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all epochs or steps are done, and evaluated."""
+        in_steps = self.max_steps is not None and self._recorded >= self.max_steps
+        return in_steps or (self.epochs is not None and self.completed >= self.epochs)
+
+    @property
+    def has_all_steps(self) -> bool:
+        """Whether this process has done ``max_steps``."""
+        return self.max_steps is not None and self._recorded + self._since >= self.max_steps
+
+    def is_due(self, every: int | None) -> bool:
+        """Returns whether so many steps were done since the last row of the history."""
+        return every is not None and self._since >= every
+
+    @property
+    def steps_left(self) -> int | None:
+        """The number of batches that remain, as far as lengths are known."""
+        in_steps = None if self.max_steps is None else self.max_steps - self._recorded - self._since
+        if self.batches is None or self.epochs is None:
+            return in_steps
+        in_epochs = max(0, self.batches * (self.epochs - self.epoch + 1) - self.batch)
+        return in_epochs if in_steps is None else min(in_epochs, in_steps)
 
     @property
     def samples_per_second(self) -> float | None:
@@ -81,12 +117,11 @@ class FitState:
     def seconds_left(self) -> float | None:
         """The expected duration of the remaining batches, without evaluations; None if unknown."""
         batches, _, seconds = self._timed
-        if not batches or self.batches is None:
-            return None
-        return max(0, self.batches * (self.epochs - self.epoch + 1) - self.batch) * seconds / batches
+        left = self.steps_left
+        return None if left is None or not batches else left * seconds / batches
 
     def begin_clock(self) -> None:
-        """Starts timing an epoch."""
+        """Starts timing an epoch, or what follows an evaluation."""
         self._clock, self._timed = time.perf_counter(), (0, 0, 0.0)
 
     def count(self, loss: float, samples: int, outputs: Any) -> None:
@@ -95,7 +130,7 @@ class FitState:
         batches, counted, seconds = (0, 0, 0.0) if self.steps == 1 else self._timed
         self._timed = batches + 1, counted + samples, seconds + now - self._clock
         self._clock = now
-        self.batch, self.steps = self.batch + 1, self.steps + 1
+        self.batch, self.steps, self._since = self.batch + 1, self.steps + 1, self._since + 1
         self.loss, self.outputs = loss, outputs
         if samples:  # the mean loss of an empty batch is NaN
             self._loss_sum, self._loss_samples = self._loss_sum + loss * samples, self._loss_samples + samples
@@ -110,11 +145,11 @@ class FitState:
         return dict(zip(EPOCH_COLUMNS, (*values, self.samples_per_second), strict=True))
 
     def share(self) -> dict[str, Any]:
-        """Returns this process's contribution to the figures of an epoch."""
+        """Returns this process's contribution to the figures of a row."""
         return {**self.place(), "speed": self.samples_per_second}
 
-    def end_epoch(self, trainer: Trainer, shares: Sequence[Mapping[str, Any]]) -> None:
-        """Adds the epoch to the history.
+    def add_row(self, trainer: Trainer, shares: Sequence[Mapping[str, Any]]) -> None:
+        """Adds the steps since the last row to the history.
 
         Args:
             trainer: The trainer.
@@ -126,21 +161,25 @@ class FitState:
         joint = {"loss": loss, "samples_per_second": sum(speeds) if speeds else None}
         self.history.append({**self.record(trainer), **joint, **self.metrics})
         self._loss_sum, self._loss_samples = 0.0, 0
+        self._recorded, self._since = self._recorded + max(share["since"] for share in shares), 0
 
     def next_epoch(self) -> None:
-        """Moves to the epoch after those in the history."""
-        self.epoch, self.batch = len(self.history) + 1, 0
+        """Moves to the epoch after the completed ones."""
+        self.epoch, self.batch = self.completed + 1, 0
 
     def state_dict(self, trainer: Trainer) -> dict[str, Any]:
         """Returns the state for a checkpoint."""
         now = self.record(trainer)
-        return {**self.place(), "history": self.history, "used": [now["learning_rate"], now["grad_norm"]]}
+        used = [now["learning_rate"], now["grad_norm"]]
+        counts = {"completed": self.completed, "recorded": self._recorded}
+        return {**self.place(), **counts, "history": self.history, "used": used}
 
     def place(self) -> dict[str, Any]:
         """Returns the part of the state that differs between processes."""
         return {
-            "batch": self.batch if self.epoch > len(self.history) else 0,
+            "batch": self.batch if self.epoch > self.completed else 0,
             "batches": self.batches,
+            "since": self._since,
             "loss_sum": self._loss_sum,
             "loss_samples": self._loss_samples,
         }
@@ -151,22 +190,24 @@ class FitState:
         Raises:
             ValueError: If it has more epochs than ``fit`` was called with.
         """
-        if len(state["history"]) > self.epochs:
-            raise ValueError(
-                f"the checkpoint has {len(state['history'])} completed epochs, but epochs is only {self.epochs}"
-            )
-        self.history, self.resumed = list(state["history"]), True
+        history = list(state["history"])
+        completed = state.get("completed", len(history))  # early versions had no rows but those of epochs
+        if self.epochs is not None and completed > self.epochs:
+            raise ValueError(f"the checkpoint has {completed} completed epochs, but epochs is only {self.epochs}")
+        self.history, self.completed, self.resumed = history, completed, True
+        self._recorded = state.get("recorded", history[-1]["step"] if history else 0)
+        self._since = state.get("since", state["batch"])
         self.next_epoch()
         self.batch = state["batch"]
         self._loss_sum, self._loss_samples = state["loss_sum"], state["loss_samples"]
         self._used = tuple(state["used"])
 
     def plot(self, path: str | os.PathLike[str]) -> None:
-        """Plots the losses and metrics of the epochs into an image file; the file extension selects the format.
+        """Plots the losses and metrics of the history into an image file; the file extension selects the format.
 
         Raises:
             ModuleNotFoundError: If matplotlib is not installed.
-            ValueError: If no epoch was completed.
+            ValueError: If the history is empty.
         """
         try:
             from matplotlib.figure import Figure
@@ -174,21 +215,24 @@ class FitState:
             raise ModuleNotFoundError("plot() needs matplotlib: pip install matplotlib") from error
         if not self.history:
             raise ValueError("there is nothing to plot: no epoch was completed")
+        across = "epoch" if len({row["epoch"] for row in self.history}) == len(self.history) else "step"
         metrics = [name for name in self.history[-1] if name not in (*EPOCH_COLUMNS, "eval_loss")]
         figure = Figure(figsize=(5 * (1 + len(metrics)), 4), layout="constrained")
         axes = figure.subplots(1, 1 + len(metrics), squeeze=False)[0]
         for axis, names in zip(axes, [["loss", "eval_loss"], *([name] for name in metrics)], strict=True):
             for name in names:
-                points = [(row["epoch"], row[name]) for row in self.history if name in row]
+                points = [(row[across], row[name]) for row in self.history if name in row]
                 if points:
                     axis.plot(*zip(*points, strict=True), marker=".", label=name)
-            axis.set_xlabel("epoch")
+            axis.set_xlabel(across)
             axis.legend()
         figure.savefig(path)
 
     def __repr__(self) -> str:
         why = f" ({self.reason})" if self.reason else ""
-        lines = [f"{self.status}{why}: {len(self.history)} of {self.epochs} epochs, {self.seconds:.1f} s"]
+        epochs = f"{self.completed} epochs" if self.epochs is None else f"{self.completed} of {self.epochs} epochs"
+        steps = "" if self.max_steps is None else f", {self._recorded + self._since} of {self.max_steps} steps"
+        lines = [f"{self.status}{why}: {epochs}{steps}, {self.seconds:.1f} s"]
         if self.history:
             names = list(dict.fromkeys(name for row in self.history for name in row))
             rows = [names, *([shown_number(row.get(name)) for name in names] for row in self.history)]

@@ -142,6 +142,15 @@ def uneven(rank: int, size: int) -> dict[str, Any]:
     return {**outcome(trainer, found), "update": found.history[-1]["update"], "left": resumed.steps, **more}
 
 
+def within(rank: int, size: int) -> dict[str, Any]:
+    """Evaluates every three steps, also while one rank has no batches left, and ends after eleven."""
+    batches = list(DataLoader(data(88), batch_size=8))
+    own = batches[:7] if rank else batches[7:]
+    trainer = new_trainer(2)
+    result = trainer.fit(own, own[:2], max_steps=11, eval_every=3, progress=False)
+    return outcome(trainer, result)
+
+
 def stop(rank: int, size: int) -> dict[str, Any]:
     """Only the last rank asks to stop, in the middle of an epoch of 8 batches in windows of 2."""
     trainer = new_trainer(2)

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from .fit_cases import data, model
 from .world import run
 
-CASES = ("even", "uneven", "stop", "monitored", "interrupt", "different")
+CASES = ("even", "uneven", "within", "stop", "monitored", "interrupt", "different")
 
 
 @functools.cache
@@ -69,6 +69,12 @@ def test_different_numbers_of_batches() -> None:
         for name, value in reference.state_dict().items():
             np.testing.assert_allclose(row[f"weight.{name}"], value.numpy(), rtol=1e-4, atol=1e-6)
             np.testing.assert_allclose(row[f"resumed.weight.{name}"], row[f"weight.{name}"], rtol=1e-5, atol=1e-7)
+
+
+def test_evaluations_within_epochs() -> None:
+    found = together("within")
+    assert found[0]["history.epoch"].tolist() == [1, 1, 1, 2, 2] and found[0]["status"] == "completed"
+    assert [row["steps"] for row in found] == [4 + 4, 7 + 4]
 
 
 def test_a_stop_that_one_process_asks_for() -> None:

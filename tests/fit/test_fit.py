@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import math
 import signal
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ from ort_trainer import ORTTrainer, optim
 from ort_trainer.fit import Callback, Checkpoints, EarlyStopping, FitState
 from ort_trainer.fit.metrics import Metrics
 
-from ..helpers import MLP, MLP_DESC, assert_same_weights, mlp_batches, mlp_trainer
+from ..helpers import MLP, MLP_DESC, assert_same_state, assert_same_weights, mlp_batches, mlp_trainer
 
 Batches = list[tuple[torch.Tensor, torch.Tensor]]
 
@@ -222,13 +223,14 @@ def test_the_order_of_moments(tmp_path: Any) -> None:
         mlp_batches(2), mlp_batches(1), 2, callbacks=[moments], checkpoints=Checkpoints(tmp_path), progress=False
     )
     batch = ["on_train_batch_start", "on_train_batch_end"]
-    epoch = ["on_train_epoch_start", *batch, *batch, "on_validation_start", "on_validation_end", "on_train_epoch_end"]
+    epoch = ["on_train_epoch_start", *batch, *batch, "on_validation_start", "on_validation_end"]
+    epoch += ["on_train_epoch_end", "on_row"]
     # Twice, because both epochs are also the best so far.
     saves = ["on_save_checkpoint"]
     found = [moment for moment in moments.seen if moment not in saves]
     assert found == ["on_fit_start", *epoch, *epoch, "on_fit_end"]
     first_save = moments.seen.index("on_save_checkpoint")
-    assert moments.seen[first_save - 1] == "on_train_epoch_end" and moments.seen.count("on_save_checkpoint") >= 3
+    assert moments.seen[first_save - 1] == "on_row" and moments.seen.count("on_save_checkpoint") >= 3
     moments.seen.clear()
     trainer.fit(
         mlp_batches(2), mlp_batches(1), 2, callbacks=[moments], checkpoints=tmp_path, resume=True, progress=False
@@ -318,12 +320,15 @@ def test_an_interrupt_ends_it_cleanly() -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"epochs": 0}, ValueError, "epochs must be at least 1, but 0 was given"),
-        ({"epochs": 2.0}, TypeError, "epochs must be an int, but 2.0"),
+        ({"epochs": 0}, ValueError, "epochs must be at least 1, or None, but 0 was given"),
+        ({"epochs": 2.0}, TypeError, "epochs must be an int, or None, but 2.0"),
         ({"epochs": True}, TypeError, "epochs must be an int"),
         ({"train_loader": None}, TypeError, "train_loader must yield batches"),
         ({"train_loader": {"x": 1}}, TypeError, "train_loader must yield batches"),
         ({"train_loader": (torch.ones(2), torch.ones(2))}, TypeError, "for tensors, DataLoader\\(TensorDataset"),
+        ({"max_steps": 0}, ValueError, "max_steps must be at least 1"),
+        ({"eval_every": 2}, ValueError, "eval_every=2 needs an eval_loader"),
+        ({"eval_loader": iter([]), "eval_every": 2}, TypeError, "eval_loader is an iterator"),
         ({"train_loader": iter([]), "epochs": 2}, TypeError, "train_loader is an iterator"),
         ({"train_loader": []}, ValueError, "train_loader yielded no batch in epoch 1"),
         ({"eval_loader": 3}, TypeError, "eval_loader must yield batches"),
@@ -422,3 +427,42 @@ def test_metrics_find_the_label_behind_an_argument_of_several_parts() -> None:
     trainer = ORTTrainer(_Stateful(), "auto", optim.SGDConfig(lr=0.1), loss_fn=F.cross_entropy)
     trainer.fit(batches, batches, metrics=metric, progress=False)
     torch.testing.assert_close(seen, [label])
+
+
+def stream(start: int = 0) -> Iterator[Any]:
+    """Batches without end."""
+    for seed in itertools.count(start):
+        yield from mlp_batches(1, seed=seed)
+
+
+def test_steps_of_an_endless_stream_are_those_of_a_loop() -> None:
+    model, moments = MLP(), Moments()
+    trainer, other = mlp_trainer(model=model), mlp_trainer(model=copy.deepcopy(model))
+    result = trainer.fit(
+        stream(), mlp_batches(2), max_steps=7, eval_every=3, callbacks=[moments, EarlyStopping()], progress=False
+    )
+    losses = [float(other.train_step(*batch)[0]) for batch in itertools.islice(stream(), 7)]
+    assert_same_state(trainer.state_dict(pytorch_format=True), other.state_dict(pytorch_format=True))
+    assert [row["step"] for row in result.history] == [3, 6, 7] and [row["epoch"] for row in result.history] == [1] * 3
+    means = [sum(losses[:3]) / 3, sum(losses[3:6]) / 3, losses[6]]
+    assert [row["loss"] for row in result.history] == pytest.approx(means)
+    assert result.status == "completed" and "0 of 1 epochs, 7 of 7 steps" in repr(result)
+    assert moments.seen.count("on_validation_end") == moments.seen.count("on_row") == 3
+    assert "on_train_epoch_end" not in moments.seen
+
+
+@pytest.mark.parametrize(
+    ("steps", "every", "rows"),
+    [
+        (7, None, [(1, 3), (2, 6), (3, 7)]),
+        (6, 2, [(1, 2), (1, 3), (2, 5), (2, 6)]),
+        (None, 3, [(1, 3)]),  # an epoch's end, where an evaluation is due, is one row
+    ],
+)
+def test_steps_over_epochs(steps: int | None, every: int | None, rows: list[tuple[int, int]]) -> None:
+    moments = Moments()
+    result = mlp_trainer().fit(
+        mlp_batches(3), mlp_batches(1), max_steps=steps, eval_every=every, callbacks=[moments], progress=False
+    )
+    assert [(row["epoch"], row["step"]) for row in result.history] == rows and result.status == "completed"
+    assert moments.seen.count("on_train_epoch_end") == result.completed == rows[-1][1] // 3

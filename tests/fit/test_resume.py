@@ -187,6 +187,40 @@ class _InsideStep(Callback):
         monkeypatch.setattr(trainer, "train_step", interrupted)
 
 
+@pytest.mark.parametrize("at", [4, 6, 8])
+def test_between_evaluations_bit_for_bit(at: int, tmp_path: Path) -> None:
+    """The checkpoint of step 6 is saved before its evaluation; after 8 steps, the fit goes on with more."""
+
+    class Copies(Callback):
+        def on_train_batch_start(self, state: FitState, trainer: ORTTrainer) -> None:
+            self.keep(trainer)
+
+        def on_validation_start(self, state: FitState, trainer: ORTTrainer) -> None:
+            self.keep(trainer)
+
+        def keep(self, trainer: ORTTrainer) -> None:
+            if trainer.train_step_info.step == at and not (tmp_path / "middle.ortckpt").exists():
+                shutil.copy(tmp_path / "last.ortckpt", tmp_path / "middle.ortckpt")
+
+    def fit(trainer: ORTTrainer, steps: int, **more: Any) -> FitState:
+        return trainer.fit(loader("shuffled"), mlp_batches(2), max_steps=steps, eval_every=3, progress=False, **more)
+
+    seed()
+    whole = new_trainer()
+    expected = fit(whole, 16)
+    seed()
+    fit(new_trainer(), 8 if at == 8 else 16, callbacks=[Copies()], checkpoints=Checkpoints(tmp_path, every_n_batches=1))
+    random.seed(99)
+    again = new_trainer()
+    result = fit(again, 16, resume=tmp_path / ("last.ortckpt" if at == 8 else "middle.ortckpt"))
+    assert result.steps == 16 - at and result.status == "completed"
+    if at == 8:  # which ended an epoch of steps
+        assert [row["step"] for row in result.history] == [3, 6, 8, 11, 12, 15, 16]
+    else:
+        assert figures(result) == figures(expected)
+        assert_same(again, whole)
+
+
 def test_best_and_last(tmp_path: Path) -> None:
     told = iter([0.2, 0.7, 0.5, 0.7])
     states: list[dict[str, torch.Tensor]] = []

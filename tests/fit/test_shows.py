@@ -54,7 +54,7 @@ def test_a_bar_on_a_terminal(there: bool, capsys: pytest.CaptureFixture[str], mo
     if there:
         pytest.importorskip("tqdm")
     else:
-        monkeypatch.setitem(sys.modules, "tqdm", None)
+        monkeypatch.setitem(sys.modules, "tqdm.auto", None)
     trainer = mlp_trainer()
     trainer.prepare(mlp_batches(1)[0])  # on a terminal, an export would print its own line
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)

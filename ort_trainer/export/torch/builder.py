@@ -19,6 +19,7 @@ from torch import nn
 
 from ...core.dims import fixed_dimensions
 from ...core.errors import IdleOptionError, warn
+from ...core.streams import redraws
 from ...engine.ort import preload
 from ...engine.programs.loops import LOOPS
 from ...step import RandomInput, Step
@@ -315,8 +316,9 @@ def _refuse_contrib_ops(graph: Step) -> None:
 
 
 class _Progress:
-    """A line on a terminal with the stages of an export, cleared at the end; not shown if warnings are not logged.
+    """A line with the stages of an export, on a terminal or in a notebook, which is cleared at the end.
 
+    It is not shown if warnings are not logged.
     Elsewhere, as in a log file, it writes only that loops are compiled, which may take half a minute. A forked child
     reports its stages through a pipe, so only one process writes to the terminal. Some terminals of Windows print
     control sequences as they are, so blanks clear the line.
@@ -327,10 +329,7 @@ class _Progress:
 
     def __init__(self, what: str) -> None:
         wanted = os.environ.get("ORT_TRAINER_PROGRESS", "") not in ("0", "off") and _log.isEnabledFor(logging.WARNING)
-        try:
-            self.shown = wanted and sys.stderr.isatty()
-        except (AttributeError, ValueError):  # no stream, as under pythonw, or a closed one
-            self.shown = False
+        self.shown = wanted and redraws(sys.stderr)
         self._tells_compiling = wanted and not self.shown
         self._what = what
         self._stream = sys.stderr  # kept, because the export redirects sys.stderr for a while
@@ -364,7 +363,10 @@ class _Progress:
                 self._stages += os.read(self._pipe[0], 4096).decode().split()
         seconds = time.perf_counter() - self._start
         line = f"exporting {self._what}: {', '.join(dict.fromkeys(self._stages))}, {seconds:.1f} s"
-        width = os.get_terminal_size(self._stream.fileno()).columns or 80  # some terminals report 0
+        try:
+            width = os.get_terminal_size(self._stream.fileno()).columns or 80  # some terminals report 0
+        except OSError:  # a notebook
+            width = 80
         self._show(line[: width - 1])
 
     def close(self) -> None:
