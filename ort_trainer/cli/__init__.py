@@ -6,14 +6,17 @@ Here are the parser, and the errors, warnings and exit codes of all commands.
 from __future__ import annotations
 
 import argparse
+import re
+import sys
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
+from ..core.unknown import meant
 from . import convert, env, inspect, options, verify
-from .output import FAILED, complain, say, tolerate_any_terminal
+from .output import FAILED, OK, complain, say, tolerate_any_terminal
 
-__all__ = ["main"]
+__all__ = ["main", "parser"]
 
 _COMMANDS = (inspect, verify, convert, env, options)
 _EXPECTED = (OSError, ValueError, TypeError, RuntimeError, ImportError)
@@ -30,7 +33,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit code: 0 for success, 1 for failure, 130 after Ctrl-C. Wrong usage exits the process with 2.
     """
     tolerate_any_terminal()
-    parsed = _parser().parse_args(arguments)
+    commands = parser()
+    if not (sys.argv[1:] if arguments is None else arguments):
+        commands.print_help()
+        return OK
+    parsed = commands.parse_args(arguments)
     with warnings.catch_warnings():
         warnings.showwarning = _show_warning  # type: ignore[assignment]
         warnings.simplefilter("always", UserWarning)
@@ -45,17 +52,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return code
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    """Returns the parser of all commands, from which ``shtab`` makes completions for a shell."""
+    program = _Parser(
         prog="ort-trainer",
         description="Inspects, verifies and converts the files of ort_trainer, and describes the installation.",
         epilog="Exit codes: 0 success, 1 failure, 2 wrong usage.",
     )
-    parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    program.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
+    commands = program.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for command in _COMMANDS:
         command.add(commands)
-    return parser
+    return program
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors say what was probably meant."""
+
+    def error(self, message: str) -> NoReturn:
+        unknown = re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message)
+        if unknown:
+            known = re.findall(r"[\w-]+", unknown[2])
+            message = f"{message[: unknown.start()]}unknown {unknown[1]!r}: {meant(unknown[1], known, {})}"
+        super().error(message)
 
 
 class _Version(argparse.Action):

@@ -48,7 +48,7 @@ def convert(sources: Sequence[Path], target: Path, like: Path | None, to: str | 
         sources: The file; for a legacy run with ZeRO, the files of all ranks.
         target: The file to write; it is replaced if it exists.
         like: A checkpoint that supplies what the source lacks.
-        to: A key of :data:`TARGETS`; None for the default of the source's kind.
+        to: A key of :data:`TARGETS`; None for what the target's name says, or the default of the source's kind.
         with_optimizer: Whether to include the optimizer's state.
 
     Returns:
@@ -65,7 +65,7 @@ def convert(sources: Sequence[Path], target: Path, like: Path | None, to: str | 
         raise ValueError(f"{str(sources[0])!r} is of kind {kind.value!r}, which can't be converted")
     if len(sources) > 1 and kind is not Format.LEGACY:
         raise ValueError("several sources are allowed only for a legacy run with ZeRO, one file from each rank")
-    wanted = to or _USUAL[kind]
+    wanted = to or ("weights" if target.suffix == ".safetensors" else _USUAL[kind])
     if like is not None and wanted in ("trainer", "weights"):
         raise ValueError(f"--like has no effect with --to {wanted}: leave it out")
     writers: dict[str, Callable[[], None]] = {
@@ -75,7 +75,7 @@ def convert(sources: Sequence[Path], target: Path, like: Path | None, to: str | 
         "upstream": lambda: _write_upstream(sources, kind, target, like, with_optimizer),
     }
     writers[wanted]()
-    return TARGETS[wanted].value
+    return "weights with PyTorch's names (safetensors)" if wanted == "weights" else TARGETS[wanted].value
 
 
 def _convert_folder(

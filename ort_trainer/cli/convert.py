@@ -32,8 +32,8 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--to",
         choices=_KINDS,
-        help="the kind of the target. Default: upstream for a checkpoint of ort_trainer.api, api for one of upstream, "
-        "trainer for others. weights is a safetensors file with PyTorch's names",
+        help="the kind of the target. Default: weights, a safetensors file with PyTorch's names, if the target ends in "
+        ".safetensors; else upstream for a checkpoint of ort_trainer.api, api for one of upstream, trainer for others",
     )
     parser.add_argument(
         "--like",

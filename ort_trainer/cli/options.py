@@ -42,8 +42,8 @@ def _run(args: argparse.Namespace) -> int:
         _say_whole(chosen[0])
     else:
         say_table(
-            ("option", "type", "default", "allowed", "state"),
-            [(o.key, o.type, repr(o.default), ", ".join(o.allowed), o.state) for o in chosen],
+            ("option", "default", "state", "type", "allowed"),
+            [(o.key, repr(o.default), o.state, o.type, ", ".join(o.allowed)) for o in chosen],
             indent="",
         )
     return OK

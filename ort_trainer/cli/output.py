@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TextIO
@@ -73,11 +74,13 @@ def say_facts(facts: Mapping[str, Any], indent: str = "  ") -> None:
 
 
 def say_table(head: Sequence[str], rows: Iterable[Sequence[str]], indent: str = "  ") -> None:
-    """Prints a table with aligned columns."""
+    """Prints a table with aligned columns; on a terminal, its lines end with an ellipsis where they are too long."""
     lines = [head, *rows]
     widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
+    limit = shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
     for line in lines:
-        say((indent + "  ".join(f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True))).rstrip())
+        text = (indent + "  ".join(f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True))).rstrip()
+        say(text if len(text) <= limit else f"{text[: limit - 3]}...")
 
 
 def size(count: int) -> str:

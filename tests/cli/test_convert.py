@@ -84,7 +84,7 @@ def test_legacy(run: Run, tmp_path: Path) -> None:
 def test_weights_for_pytorch_and_back(files: Path, run: Run, tmp_path: Path) -> None:
     weights = tmp_path / "model.safetensors"
     for source in (files / "run.ortckpt", files / "artifacts" / "checkpoint", files / "upstream"):
-        assert run("convert", "--force", source, weights, "--to", "weights")[0] == 0
+        assert run("convert", "--force", source, weights)[0] == 0
         model = MLP()
         model.load_state_dict(safetensors.torch.load_file(weights))
         expected = load_checkpoint_file(files / "run.ortckpt")[0]["model"]["full_precision"]
@@ -181,7 +181,7 @@ def test_what_can_not_be_converted(files: Path, run: Run, tmp_path: Path) -> Non
         ([tmp_path / "nothing", target], 1, "does not exist"),
         ([ours, tmp_path / "no" / "target"], 1, "does not exist"),
         ([ours], 2, "required"),
-        ([ours, target, "--to", "pickle"], 2, "invalid choice"),
+        ([ours, target, "--to", "pickle"], 2, "unknown 'pickle'"),
     ):
         found, out, err = run("convert", *arguments)
         assert found == code and not out and message in err[-1], (arguments, err)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
+
+import pytest
 
 from ort_trainer.options.checks import SPELLINGS
 
@@ -12,11 +15,19 @@ from .conftest import Run
 
 def test_the_table_has_every_option(run: Run) -> None:
     code, out, _ = run("options")
-    assert code == 0 and out[0].split() == ["option", "type", "default", "allowed", "state"]
+    assert code == 0 and out[0].split() == ["option", "default", "state", "type", "allowed"]
     assert [line.split()[0] for line in out[1:]] == [
         option["key"] for option in json.loads("\n".join(run("options", "--json")[1]))
     ]
     assert {line.split()[0] for line in out[1:]} == set(OPTIONS)
+
+
+def test_lines_fit_a_terminal(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert max(map(len, run("options")[1])) > 80
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    lines = run("options")[1]
+    assert max(map(len, lines)) == 80 and any(line.endswith("...") for line in lines)
 
 
 def test_one_option(run: Run) -> None:

@@ -24,7 +24,11 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_usage(run: Run) -> None:
     code, out, _ = run("--help")
     assert code == 0 and all(any(line.split()[:1] == [name] for line in out) for name in ("inspect", "verify", "env"))
-    assert run()[0] == run("nothing")[0] == 2
+    assert run()[:2] == (code, out)  # without a command it shows what one can do
+    code, _, err = run("inspct")
+    assert code == 2 and err[-1].endswith("argument COMMAND: unknown 'inspct': did you mean inspect?")
+    code, _, err = run("convert", "a", "b", "--to", "nothing")
+    assert code == 2 and err[-1].endswith("argument --to: unknown 'nothing': there are api, trainer, upstream, weights")
     assert run("--version")[:2] == (0, [__version__])
 
 
@@ -105,4 +109,4 @@ def test_without_torch(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     said = run_alone(ALONE, environment, tmp_path)
     assert "torch         not installed" in said and "exported artifacts       yes" in said
     assert "PyTorch and ONNX models  no: ModuleNotFoundError: No module named 'torch'" in said
-    assert f"{tmp_path / 'weights'}: safetensors file" in said
+    assert f"{tmp_path / 'weights'}: weights with PyTorch's names (safetensors)" in said
