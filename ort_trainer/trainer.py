@@ -752,9 +752,11 @@ class ORTTrainer:
         return self._loop.report(repr(self)[1:-1])
 
     def __repr__(self) -> str:
-        """Returns the model's name, the number of steps, and whose kernels compute them, once that is known."""
+        """Returns the model's name, the steps, their dtype in mixed precision, and whose kernels compute them."""
         kernels = f", on {self._loop.kernels} kernels" if self._loop.kernels else ""
-        return f"<ORTTrainer of {self._loop.source.name}: {self._loop.info.step} steps{kernels}>"
+        precision = self.options.mixed_precision
+        dtype = f" in {precision.dtype}" if precision.enabled else ""
+        return f"<ORTTrainer of {self._loop.source.name}: {self._loop.info.step} steps{dtype}{kernels}>"
 
     # copy and pickle both call this.
     def __reduce_ex__(self, protocol: Any) -> Any:

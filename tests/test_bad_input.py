@@ -107,7 +107,7 @@ OPTIONS: dict[str, list[tuple[Any, str]]] = {
     ],
     "mixed_precision.enabled": [("fp16", "must be True or False")],
     "mixed_precision.dtype": [
-        (16, "must be 'float16' or 'bfloat16', or the torch.dtype"),
+        (16, "must be 'auto', 'float16' or 'bfloat16', or the torch.dtype"),
         ("bf16", "did you mean 'bfloat16'?"),
     ],
     "mixed_precision.loss_scaler": [

@@ -86,11 +86,14 @@ def set_cuda_mem_limit(limit: int) -> None:
 def _with_legacy_defaults(options: Any) -> Any:
     """Returns options with the defaults of legacy.
 
-    A legacy trainer trained copies of the weights, so several could start from one model, and
-    :func:`set_cuda_mem_limit` set the memory limit.
+    A legacy trainer trained copies of the weights, so several could start from one model; its mixed precision was
+    float16; and :func:`set_cuda_mem_limit` set the memory limit.
     """
     options = {} if options is None else options
     defaults: dict[str, dict[str, Any]] = {"utils": {"share_weights": False}, "device": {"mem_limit": _memory_limit}}
+    precision = options.get("mixed_precision") if isinstance(options, Mapping) else None
+    if isinstance(precision, Mapping) and precision.get("enabled"):
+        defaults["mixed_precision"] = {"dtype": "float16"}
     if not isinstance(options, Mapping) or not all(isinstance(options.get(key, {}), Mapping) for key in defaults):
         return options  # the constructor raises the error
     return {**options, **{key: {**values, **options.get(key, {})} for key, values in defaults.items()}}

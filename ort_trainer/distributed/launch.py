@@ -21,6 +21,7 @@ from ..optim import OptimizerConfig, rules
 from ..optim.torch_optimizer import TorchOptimizerConfig
 from ..options import OptionsDict, ORTTrainerOptions
 from ..train.loop import TrainingLoop
+from ..train.precision import fast_dtype
 from ..train.strategy import Strategy
 from ..train.transaction import outside_inference_mode
 
@@ -123,7 +124,8 @@ def launch(
     place = find_place(options)
     name = options.device.id if options.is_given("device.id") else None
     device = resolve_device(name, model.parameters() if isinstance(model, torch.nn.Module) else (), place.local_rank)
-    options = options.showing({"device": {"id": str(device)}})
+    dtype = fast_dtype(options.mixed_precision, device)
+    options = options.showing({"device": {"id": str(device)}, "mixed_precision": {"dtype": dtype}})
     strategy = _choose_strategy(options, device, place)
     options = place.shown_in(options)
     try:

@@ -140,7 +140,7 @@ def _precision(precision: Mapping[str, Any]) -> Iterator[str]:
             "mixed_precision.loss_scaler: has no effect without mixed precision; set mixed_precision.enabled to True, "
             "or leave the loss scaler out"
         )
-    if precision["dtype"] != "float16":
+    if precision["dtype"] != "auto":
         yield (
             f"mixed_precision.dtype: {precision['dtype']!r} has no effect without mixed precision; set "
             "mixed_precision.enabled to True, or leave the dtype out"

@@ -149,7 +149,7 @@ class MixedPrecisionOptions(Section):
 
     enabled: bool
     """Trains in `mixed_precision.dtype` under PyTorch's autocast policy, with fp32 master weights."""
-    dtype: Literal["float16", "bfloat16"]
+    dtype: Literal["auto", "float16", "bfloat16"]
     """`float16` or `bfloat16`, or the torch.dtype of that name."""
     loss_scaler: LossScaler | None
     """A `LossScaler` or subclass."""
@@ -159,7 +159,7 @@ class MixedPrecisionOptionsDict(TypedDict, total=False):
     """Section `mixed_precision` of the options, as a dict."""
 
     enabled: bool
-    dtype: Literal["float16", "bfloat16"] | torch.dtype
+    dtype: Literal["auto", "float16", "bfloat16"] | torch.dtype
     loss_scaler: LossScaler | None
 
 

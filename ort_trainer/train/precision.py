@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -13,7 +14,9 @@ from ..optim.step_info import TrainStepInfo
 from ..step import Step
 from .user_objects import load_state
 
-__all__ = ["FiniteLosses", "Precision", "ScaledPrecision", "choose_precision"]
+__all__ = ["FiniteLosses", "Precision", "ScaledPrecision", "choose_precision", "fast_dtype"]
+
+_log = logging.getLogger(__name__)
 
 _OPTION = "debug.max_nonfinite_losses"
 
@@ -105,6 +108,21 @@ class ScaledPrecision(Precision):
         """Restores the scaler's state."""
         if state is not None:
             load_state(self.scaler, state, "loss_scaler", strict)
+
+
+def fast_dtype(mixed_precision: Any, device: torch.device) -> str:
+    """Returns what ``mixed_precision.dtype`` "auto" means on a device, else what it is.
+
+    bfloat16 needs no loss scale, so float16 is for those who bring one, and for CUDA devices without its arithmetic
+    (before compute capability 8.0).
+    """
+    dtype: str = mixed_precision.dtype
+    if dtype != "auto" or not mixed_precision.enabled:
+        return dtype
+    is_old = device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) < (8, 0)
+    dtype = "float16" if is_old or mixed_precision.loss_scaler is not None else "bfloat16"
+    _log.info("mixed_precision.dtype 'auto' is %s on %s", dtype, device)
+    return dtype
 
 
 def choose_precision(mixed_precision: Any) -> Precision:

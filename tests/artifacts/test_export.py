@@ -303,7 +303,7 @@ def test_what_can_not_be_exported(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=match):
             trainer.export_artifacts(tmp_path / "artifacts", **arguments)
 
-    refused("float16.*bfloat16", {"mixed_precision": {"enabled": True}})
+    refused("float16.*bfloat16", {"mixed_precision": {"enabled": True, "dtype": "float16"}})
     refused("'weighted'.*'mean'", {"batch": {"gradient_reduction": "weighted"}})
     refused("'fc1.weight' .*bfloat16.*float", model=MLP().bfloat16())
     refused("halved is Python code.*LinearWarmup", {"lr_scheduler": halved})

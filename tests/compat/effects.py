@@ -319,7 +319,7 @@ OPTIONS: dict[str, Effect] = {
     **{f"distributed.{key}": Effect(value, alone) for key, value in SEVERAL.items()},
     "lr_scheduler": Effect(lambda count: 0.5, weights),
     "mixed_precision.enabled": Effect(True, precision),
-    "mixed_precision.dtype": Effect("bfloat16", precision, HALF),
+    "mixed_precision.dtype": Effect("float16", precision, HALF),
     "mixed_precision.loss_scaler": Effect(amp.DynamicLossScaler(loss_scale=8.0), precision, HALF),
     "graph_transformer.attn_dropout_recompute": Effect(True, operators),
     "graph_transformer.gelu_recompute": Effect(True, operators),

@@ -81,9 +81,10 @@ def test_immutable() -> None:
         ({"device": {"id": "gpu:9"}}, "device.id: must be a device of PyTorch, such as 'cpu', 'cuda' or 'cuda:1'"),
         (
             {"mixed_precision": {"dtype": "float8"}},
-            "mixed_precision.dtype: must be 'float16' or 'bfloat16', or the torch.dtype of that name .*'float8', str.$",
+            "mixed_precision.dtype: must be 'auto', 'float16' or 'bfloat16', or the torch.dtype .*'float8', str.$",
         ),
         ({"mixed_precision": {"dtype": "bfloat16"}}, "mixed_precision.dtype: 'bfloat16' has no effect without"),
+        ({"mixed_precision": {"dtype": "float16"}}, "mixed_precision.dtype: 'float16' has no effect without"),
         ({"utils": {"max_grad_norm": 0}}, "utils.max_grad_norm: must be a positive, finite number"),
         ({"utils": {"max_grad_norm": float("inf")}}, "utils.max_grad_norm: must be a positive, finite number"),
         ({"utils": {"max_grad_norm": 1.0, "grad_norm_clip": False}}, "utils.max_grad_norm: 1.0 has no effect with"),

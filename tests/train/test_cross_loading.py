@@ -17,7 +17,7 @@ from ..helpers import MLP, assert_same_weights, mlp_batches, mlp_trainer
 
 PRECISIONS: dict[str, dict[str, Any]] = {
     "fp32": {},
-    "fp16": {"mixed_precision": {"enabled": True}},
+    "fp16": {"mixed_precision": {"enabled": True, "dtype": "float16"}},
     "bf16": {"mixed_precision": {"enabled": True, "dtype": "bfloat16"}},
 }
 BATCHES = [*mlp_batches(3), *mlp_batches(7, size=9, seed=2)]

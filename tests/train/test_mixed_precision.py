@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ort_trainer import ORTModule, ORTTrainer, ORTTrainerOptions, amp, optim
+from ort_trainer.train.precision import fast_dtype
 
 from ..helpers import MLP, MLP_DESC, assert_close, mlp_batches, mlp_trainer
 
@@ -18,7 +19,7 @@ pytestmark = pytest.mark.engine
 
 
 def fp16(scaler: amp.LossScaler | None = None, **options: Any) -> dict[str, Any]:
-    return {"mixed_precision": {"enabled": True, "loss_scaler": scaler}, **options}
+    return {"mixed_precision": {"enabled": True, "dtype": "float16", "loss_scaler": scaler}, **options}
 
 
 def test_numbers_are_those_of_autocast() -> None:
@@ -617,3 +618,22 @@ def test_the_gradient_of_a_bfloat16_number() -> None:
     gradient, theirs = trainer.get_gradient("scale"), reference.scale.grad
     assert gradient is not None and theirs is not None
     assert abs(float(gradient) - float(theirs)) <= 2**-7 * abs(float(theirs))
+
+
+@pytest.mark.parametrize(
+    ("scaler", "capability", "dtype"),
+    [(None, None, "bfloat16"), (None, (8, 0), "bfloat16"), (None, (7, 5), "float16"), (True, (8, 0), "float16")],
+)
+def test_the_dtype_that_a_machine_computes_fast(
+    scaler: bool | None, capability: tuple[int, int] | None, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    precision = ORTTrainerOptions(
+        {"mixed_precision": {"enabled": True, "loss_scaler": amp.DynamicLossScaler() if scaler else None}}
+    ).mixed_precision
+    device = torch.device("cpu" if capability is None else "cuda")
+    assert fast_dtype(precision, device) == dtype
+    if capability is None:
+        trainer = mlp_trainer({"mixed_precision": {"enabled": True}})
+        assert trainer.options.mixed_precision.dtype == dtype and "0 steps in bfloat16" in repr(trainer)
+        assert mlp_trainer().options.mixed_precision.dtype == "auto"

@@ -84,7 +84,7 @@ def test_a_gradient_of_a_parameter_that_is_frozen_since_is_used() -> None:
 
 def test_a_loss_scale_is_not_in_the_gradients() -> None:
     model = MLP()
-    trainer = mlp_trainer({"mixed_precision": {"enabled": True}}, optim.SGDConfig(lr=0.1), model)
+    trainer = mlp_trainer({"mixed_precision": {"enabled": True, "dtype": "float16"}}, optim.SGDConfig(lr=0.1), model)
     x, y = mlp_batches(1)[0]
     trainer.forward_backward(x, y)
     reference = copy.deepcopy(model)

@@ -231,7 +231,9 @@ def test_an_overflow_steps_neither_optimizer_nor_schedule() -> None:
     model = MLP()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
     schedule = lr_scheduler.StepLR(optimizer, 1, 0.5)
-    trainer = mlp_trainer({"lr_scheduler": schedule, "mixed_precision": {"enabled": True}}, optimizer, model)
+    trainer = mlp_trainer(
+        {"lr_scheduler": schedule, "mixed_precision": {"enabled": True, "dtype": "float16"}}, optimizer, model
+    )
     x, y = mlp_batches(1)[0]
     before = copy.deepcopy(model.state_dict())
     trainer.train_step(x * float("inf"), y)

@@ -308,7 +308,7 @@ def test_a_single_layer_is_none(layers: int, message: str | None) -> None:
 
 def test_with_mixed_precision() -> None:
     """Casts of the weights are computed once; recomputed values keep their precision."""
-    mixed = {"mixed_precision": {"enabled": True}}
+    mixed = {"mixed_precision": {"enabled": True, "dtype": "float16"}}
     plain, recomputed = (train({**mixed, **options})[1] for options in ({}, OPTIONS["all"]))
     for ours, theirs in zip(recomputed, plain, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
