@@ -405,7 +405,7 @@ class ORTTrainer:
         The files are ``training_model.onnx`` (forward and backward pass; adds to gradient buffers),
         ``eval_model.onnx``, ``optimizer_model.onnx``, ``checkpoint``, and ``nominal_checkpoint``. Training continues
         from them exactly as it would in the trainer: with its weights, moments, counts, schedule, random numbers, and
-        the gradients of an incomplete accumulation window (docs/training_api.md). The trainer does not change.
+        the gradients of an incomplete accumulation window (docs/on_device.md). The trainer does not change.
 
         With several processes, all must call it, and one of them writes; artifacts train in one process, with the
         random numbers of the writing process. A PyTorch model, or ``model_desc="auto"``, needs a call of

@@ -251,7 +251,7 @@ class UtilsOptions(Section):
     """Dtype in which the optimizer keeps its moments, as a name or a torch.dtype."""
     cache_exports: bool
     """Stores the exported graphs of PyTorch models in the user's cache folder for the next start of the script; see
-    docs/start_up.md."""
+    docs/slow_steps.md."""
     run_symbolic_shape_infer: bool
     """ONNX Runtime's symbolic shape inference before differentiation, which nothing needs here: sizes are symbolic in
     every export."""

@@ -214,7 +214,7 @@ def _load(path: Path, name: str, *parts: str, default: Any = None) -> list[dict[
             head,
             name,
             "give ort_trainer.artifacts.trainer_state_dict(path) to load_state_dict(..., strict=False); "
-            "docs/upstream_runtimes.md shows how",
+            "docs/on_device.md#converting-checkpoints-of-onnxruntime-training shows how",
         )
         if head[:4] in _PICKLES:
             raise CheckpointError(

@@ -44,7 +44,7 @@ _CALLS_FORWARD = str(_TORCH / "nn" / "modules" / "module.py")
 _BY_VALUES = "depends on the values of tensors, which a graph does not know"
 _BEFORE_THE_STEP = (
     "before the step, in PyTorch under torch.no_grad(), if it needs no gradient (for example, to mine hard negatives), "
-    "and pass the result as a label (docs/cookbook.md#hard-negatives)"
+    "and pass the result as a label (docs/usage.md#hard-negatives)"
 )
 
 
@@ -146,7 +146,7 @@ def gradients_within(error: Exception, model: str) -> str:
         f"{model} can't be captured: it differentiates in its own forward pass (torch.autograd.grad, backward, "
         "torch.func), but the graph of a step has only one backward pass. Compute that part of the loss in PyTorch: "
         "call trainer.forward_backward() for the rest, backward() for this part, which adds to the same p.grad, and "
-        f"then trainer.optimizer_step() (docs/cookbook.md#a-penalty-on-gradients){place_of_error(error)}"
+        f"then trainer.optimizer_step() (docs/usage.md#a-penalty-on-gradients){place_of_error(error)}"
     )
 
 
