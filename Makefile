@@ -116,7 +116,7 @@ quick: setup setup-stock
 test: setup setup-stock
 	$(RUN) gate $(if $(SEED),--seed $(SEED))
 
-# All of it, unsampled, from an empty cache. WRITE=1 writes the tables of docs/contributing.md.
+# All of it, unsampled, from an empty cache. WRITE=1 writes the tables of docs/reference/tests.md.
 everything: setup setup-stock
 	$(RUN) everything $(if $(WRITE),--write)
 
@@ -136,7 +136,7 @@ mutants: setup
 torture: setup
 	$(BIN)/python -m pytest -m torture
 
-# On a bare machine with a GPU and PyTorch for it: tests against PyTorch there, and then the measurements of docs/gpu.md.
+# On a bare machine with a GPU and PyTorch for it: tests against PyTorch there, and then the measurements of docs/kernels.md.
 # WHEELS is a folder with the packages that the machine lacks; nothing is downloaded. Nine minutes.
 gpu:
 	rm -rf $(GPU) && mkdir -p $(GPU)/site

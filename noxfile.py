@@ -2,7 +2,7 @@
 
 Each session installs one combination in an environment of its own, which is deleted when its tests have run: it takes 6
 GB, as the torch of a package index comes with CUDA (the tests run on the CPU). ``nox -l`` lists the sessions, and
-``nox -s 'versions(torch 2.12)' table`` runs one, and then writes what was ever run here to docs/versions.md.
+``nox -s 'versions(torch 2.12)' table`` runs one, and then writes what was ever run here to docs/limits.md.
 """
 
 from __future__ import annotations
@@ -128,8 +128,8 @@ def versions(session: nox.Session, engine: str, torch: str, resolution: str) -> 
 
 @nox.session(python=False, default=False)
 def table(session: nox.Session) -> None:
-    """Writes what was run here to docs/versions.md, and keeps the other rows."""
-    page = ROOT / "docs" / "versions.md"
+    """Writes what was run here to docs/limits.md, and keeps the other rows."""
+    page = ROOT / "docs" / "limits.md"
     before, rest = page.read_text().split(MARKS[0])
     old, after = rest.split(MARKS[1])
     known = dict(re.findall(r"^\| ([^|]+) (\|.*)$", old, re.MULTILINE))

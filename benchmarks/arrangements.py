@@ -4,7 +4,7 @@ A small language model trains in two processes of one thread each, over gloo. Co
 ranks.py); their losses show whether the numbers are equal.
 
     python benchmarks/arrangements.py                    # four minutes on two cores
-    python benchmarks/arrangements.py --write            # and writes docs/beyond_one_process.md
+    python benchmarks/arrangements.py --write            # and writes docs/distributed.md
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from sections import write_section
 from turns import Contender, Result, measure, ratio, serve
 from versions import versions
 
-PAGE = Path(__file__).parents[1] / "docs" / "beyond_one_process.md"
+PAGE = Path(__file__).parents[1] / "docs" / "distributed.md"
 SIZE = 2
 WIDTH, HEADS, LAYERS, VOCABULARY, BATCH, LENGTH = 256, 4, 4, 1000, 8, 128
 ROUNDS, STEPS = 6, 3
@@ -193,7 +193,7 @@ def line(name: str, eager: Result, graphs: Result) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="blocks of steps of every contender")
-    parser.add_argument("--write", action="store_true", help="write the table into docs/beyond_one_process.md")
+    parser.add_argument("--write", action="store_true", help="write the table into docs/distributed.md")
     parser.add_argument("--serve", choices=list(ARRANGEMENTS), help=argparse.SUPPRESS)
     parser.add_argument("--graphs", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()

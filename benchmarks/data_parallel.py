@@ -12,7 +12,7 @@
 
     python benchmarks/data_parallel.py                    # everything; five minutes on two cores
     python benchmarks/data_parallel.py --rows mlp         # this model only
-    python benchmarks/data_parallel.py --write            # and writes docs/benchmarks.md
+    python benchmarks/data_parallel.py --write            # and writes docs/reference/benchmarks.md
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from turns import Contender, Profile, Result, Training, measure, ratio, serve
 from versions import ENGINES, versions
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "benchmarks.md"
+PAGE = ROOT / "docs" / "reference" / "benchmarks.md"
 MB = 1e6
 STEPS = {"mlp": 50, "bert-no-dropout": 3}
 EXAMINED = {"mlp": 60, "bert-no-dropout": 8}

@@ -1,4 +1,4 @@
-"""Compares every case of the catalogue with PyTorch and writes the table in docs/fidelity.md.
+"""Compares every case of the catalogue with PyTorch and writes the table in docs/reference/fidelity.md.
 
 Run it with ``make fidelity``; it takes about a quarter of an hour. ``--only BERT`` prints the rows of some cases.
 """
@@ -71,7 +71,7 @@ def row(section: str, name: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", help="part of the names of the cases; the rows are printed and nothing is written")
-    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "fidelity.md")
+    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "reference" / "fidelity.md")
     arguments = parser.parse_args()
     chosen = {
         section: [case.name for case in cases if arguments.only is None or arguments.only in case.name]

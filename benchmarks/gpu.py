@@ -5,7 +5,7 @@ row take turns, while CUDA events measure blocks of steps. ``make gpu`` runs thi
 
     python benchmarks/gpu.py --out results.json                  # every row that fits into --seconds
     python benchmarks/gpu.py --rows small-gpt2,bert-base --precisions bf16
-    python benchmarks/gpu.py --write results.json                # writes docs/gpu.md; needs no GPU
+    python benchmarks/gpu.py --write results.json                # writes docs/kernels.md; needs no GPU
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 
 from sections import write_section
 
-PAGE = Path(__file__).parents[1] / "docs" / "gpu.md"
+PAGE = Path(__file__).parents[1] / "docs" / "kernels.md"
 CONTENDERS = ("ort_trainer", "compiled", "eager", "compile", "reduce-overhead")
 # Row -> how many times the batch of the model in step_models.py.
 ROWS = {"small-gpt2": 4, "bert-base": 4, "mlp": 1, "gpt2-base": 8, "resnet50": 8, "dlrm": 4, "llama-300m": 4}

@@ -6,7 +6,7 @@ compared, and medians of the time between two backward passes. A library that is
 
     python benchmarks/libraries.py                 # all; half an hour on two cores
     python benchmarks/libraries.py --only CLIP timm --rounds 1
-    python benchmarks/libraries.py --write         # and writes the table in docs/recipes.md
+    python benchmarks/libraries.py --write         # and writes the table in docs/huggingface.md
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from one_line import extended, script
 from sections import write_section
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "recipes.md"
+PAGE = ROOT / "docs" / "huggingface.md"
 RESULTS = ROOT / "benchmarks" / "libraries.json"
 """The results of the last ``--write`` of each row, from which the table is made."""
 FIRST_STEPS = 5
@@ -274,7 +274,7 @@ def measure(row: Row, rounds: int, folder: Path) -> Result:
 
 
 def table(results: dict[Row, Result]) -> str:
-    """Returns the table of docs/recipes.md."""
+    """Returns the table of docs/huggingface.md."""
     lines = [
         "| library | case | the line | graphs | losses differ by | PyTorch's after a rounding | ms per step | faster |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
@@ -301,7 +301,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=[""], help="parts of names of rows")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--write", action="store_true", help="write the table in docs/recipes.md")
+    parser.add_argument("--write", action="store_true", help="write the table in docs/huggingface.md")
     parser.add_argument("--train", nargs=3, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.train:

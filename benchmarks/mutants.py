@@ -219,7 +219,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=40, help="how many mutants that count")
     parser.add_argument("--seed", type=int, default=1, help="draws the mutants")
-    parser.add_argument("--write", action="store_true", help="write the table into docs/contributing.md")
+    parser.add_argument("--write", action="store_true", help="write the table into docs/reference/tests.md")
     given = parser.parse_args()
     hunt, draw = Hunt(Reached(ENGINES[0]), choose.commit()), random.Random(given.seed)
     lines = hunt.lines()

@@ -1,4 +1,4 @@
-"""Compares the node tests of the onnx package with the importer, and writes docs/onnx_operators.md.
+"""Compares the node tests of the onnx package with the importer, and writes docs/reference/onnx_operators.md.
 
 Run it with ``make onnx-operators``; it takes a few minutes. ``--only PATTERN`` prints the findings for some tests, and
 writes nothing.
@@ -36,7 +36,7 @@ from tests.export.onnx.node_tests import (  # noqa: E402
     node_cases,
 )
 
-PAGE = ROOT / "docs" / "onnx_operators.md"
+PAGE = ROOT / "docs" / "reference" / "onnx_operators.md"
 AGREES, REFUSED, WRONG, CRASHES = OUTCOMES = ("agrees", "refused", "wrong", "crashes")
 HEAD = """# Operators of ONNX models
 

@@ -4,7 +4,7 @@ The contenders are processes of their own that take turns (turns.py): the PyTorc
 exporter of torch.onnx wrote, and the newer one's.
 
     python benchmarks/onnx_step.py
-    python benchmarks/onnx_step.py --write     # and writes the table into docs/benchmarks.md
+    python benchmarks/onnx_step.py --write     # and writes the table into docs/reference/benchmarks.md
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from step_rows import ROWS, ort_training
 from turns import Contender, Training, measure, ratio, serve
 from versions import ENGINES, versions
 
-PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
+PAGE = Path(__file__).parents[1] / "docs" / "reference" / "benchmarks.md"
 PACKAGES = ("torch", *ENGINES, "onnx", "transformers")
 ORIGINAL, OLDER, NEWER = CONTENDERS = ("PyTorch model", "older exporter", "newer exporter")
 MODELS = ("bert-no-dropout", "gpt2-no-dropout", "resnet18")
@@ -94,7 +94,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", nargs="+", default=MODELS, choices=MODELS)
     parser.add_argument("--rounds", type=int, default=8, help="blocks of steps of every contender")
-    parser.add_argument("--write", action="store_true", help="write the table into docs/benchmarks.md")
+    parser.add_argument("--write", action="store_true", help="write the table into docs/reference/benchmarks.md")
     parser.add_argument("--serve", choices=CONTENDERS, help=argparse.SUPPRESS)
     parser.add_argument("--path", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()

@@ -1,4 +1,4 @@
-"""Writes docs/operators.md, and the totals into docs/fidelity.md, from what benchmarks/operators.py found."""
+"""Writes operators.md and the totals of fidelity.md, in docs/reference/, from what benchmarks/operators.py found."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from versions import ENGINES, versions
 
 __all__ = ["write"]
 
-DOCS = Path(__file__).resolve().parent.parent / "docs"
+REFERENCE = Path(__file__).resolve().parent.parent / "docs" / "reference"
 OUTCOMES = ("agrees", "no translation", "refused", "wrong", "left open", "skipped")
 PACKAGES = ("torch", *ENGINES, "onnxscript")
 HEAD = """# Operators compared with PyTorch
@@ -65,13 +65,13 @@ def write(findings: Sequence[Finding], limit: int) -> None:
     for finding in sorted(findings, key=lambda finding: finding["operator"]):
         counts = " | ".join(str(finding["counts"].get(outcome, "")) for outcome in OUTCOMES)
         lines.append(f"| {finding['operator']} | {counts} |")
-    (DOCS / "operators.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    (REFERENCE / "operators.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
     summary = [
         "## PyTorch's own samples of its operators", "",
         f"Forward and backward, with edge values; [operators.md](operators.md) has the details. Of the samples of "
         f"operators that have a translation, {share:.1f} % agree.", "", *table,
     ]  # fmt: skip
-    write_section(DOCS / "fidelity.md", "operators", "\n".join(summary))
+    write_section(REFERENCE / "fidelity.md", "operators", "\n".join(summary))
 
 
 def _verdict(counts: Mapping[str, int]) -> str:

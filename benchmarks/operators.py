@@ -1,9 +1,9 @@
-"""Compares PyTorch's test samples of every operator with PyTorch, forward and backward, and writes docs/operators.md.
+"""Compares PyTorch's test samples of every operator with PyTorch, forward and backward.
 
-Run it with ``make operators``; it takes about half an hour. Workers write their findings to
-``build/operators.jsonl``, one line per operator, and a run continues where the last one stopped; ``--fresh`` starts
-over. ``--only NAME`` prints the findings for some operators and writes nothing. If an operator crashes or hangs a
-worker, that is its finding, and a new worker continues.
+It writes docs/reference/operators.md. Run it with ``make operators``; it takes about half an hour. Workers write their
+findings to ``build/operators.jsonl``, one line per operator, and a run continues where the last one stopped;
+``--fresh`` starts over. ``--only NAME`` prints the findings for some operators and writes nothing. If an operator
+crashes or hangs a worker, that is its finding, and a new worker continues.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ processor: without native arithmetic for it, products are computed in fp32.
     python benchmarks/precisions.py                     # ten minutes on two cores
     python benchmarks/precisions.py --quick             # three rounds
     python benchmarks/precisions.py --rows bert         # this model only
-    python benchmarks/precisions.py --write             # and writes docs/benchmarks.md
+    python benchmarks/precisions.py --write             # and writes docs/reference/benchmarks.md
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from train_step import eager_training
 from turns import Contender, Result, measure, ratio, serve
 from versions import ENGINES, versions
 
-PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
+PAGE = Path(__file__).parents[1] / "docs" / "reference" / "benchmarks.md"
 PACKAGES = ("torch", *ENGINES, "transformers")
 FULL, EAGER = "fp32", "eager, bf16"
 CONTENDERS = (FULL, *HALVES, EAGER)
@@ -73,7 +73,7 @@ def main() -> None:
     parser.add_argument("--rows", nargs="+", default=MODELS, choices=MODELS)
     parser.add_argument("--rounds", type=int, help="blocks of steps of every contender; 8, or 3 with --quick")
     parser.add_argument("--quick", action="store_true", help="three rounds")
-    parser.add_argument("--write", action="store_true", help="write the table into docs/benchmarks.md")
+    parser.add_argument("--write", action="store_true", help="write the table into docs/reference/benchmarks.md")
     parser.add_argument("--serve", choices=CONTENDERS, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.serve:

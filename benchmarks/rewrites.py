@@ -7,7 +7,7 @@ the time without it divided by the time with it, so the gains of two levers need
     python benchmarks/rewrites.py                       # everything; ten minutes on two cores
     python benchmarks/rewrites.py --quick               # three rounds
     python benchmarks/rewrites.py --rows gpt2           # this model only
-    python benchmarks/rewrites.py --write               # and writes docs/benchmarks.md
+    python benchmarks/rewrites.py --write               # and writes docs/reference/benchmarks.md
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from step_rows import ROWS, ort_training
 from turns import Contender, Result, measure, ratio, serve
 from versions import ENGINES, versions
 
-PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
+PAGE = Path(__file__).parents[1] / "docs" / "reference" / "benchmarks.md"
 PACKAGES = ("torch", *ENGINES, "transformers")
 EVERYTHING = "everything"
 REWRITES = "ort_trainer.export.torch.lower.programs.rewrites"
@@ -170,7 +170,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, help="blocks of steps of every contender; 8, or 3 with --quick")
     parser.add_argument("--steps", type=int, help="steps of a block, instead of the row's own number")
     parser.add_argument("--quick", action="store_true", help="three rounds")
-    parser.add_argument("--write", action="store_true", help="write the table into docs/benchmarks.md")
+    parser.add_argument("--write", action="store_true", help="write the table into docs/reference/benchmarks.md")
     parser.add_argument("--serve", choices=(EVERYTHING, *LEVERS), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.serve:

@@ -1,10 +1,10 @@
-"""The cost of data parallel training on more processes than this machine has: the tables of docs/scaling.md.
+"""The cost of data parallel training on more processes than this machine has: the tables of docs/reference/scaling.md.
 
 This is a simple model, not a measurement: a step is its computation, then the exchange of its gradients.
 benchmarks/data_parallel.py compares the formula with measured steps.
 
     python benchmarks/scaling_model.py                    # prints the tables
-    python benchmarks/scaling_model.py --write            # and writes docs/scaling.md
+    python benchmarks/scaling_model.py --write            # and writes docs/reference/scaling.md
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from sections import write_section
 __all__ = ["Network", "all_reduce", "fit_ring", "ring"]
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "scaling.md"
+PAGE = ROOT / "docs" / "reference" / "scaling.md"
 
 SIZES = (8, 16, 64, 256, 1024)
 MODELS = {"110 M": 110e6, "1.3 B": 1.3e9, "7 B": 7e9}

@@ -5,7 +5,7 @@ going back to them, new rates, frozen layers, changed settings, wrong batches, C
 PyTorch beside, because machines change their speed by the minute: a step's time is given as a ratio.
 
     python benchmarks/soak.py                        # ten minutes; --steps 1000000 for a day
-    python benchmarks/soak.py --write                # the picture and the table in docs/benchmarks.md
+    python benchmarks/soak.py --write                # the picture and the table in docs/reference/benchmarks.md
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from versions import versions
 from ort_trainer import CheckpointManager, ORTTrainer, optim
 
 ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "reference" / "benchmarks.md"
 PICTURE = ROOT / "docs" / "images" / "soak.svg"
 TOKENS, BLOCK = 200, 100
 """Size of the vocabulary, and steps from one measurement to the next."""
@@ -212,7 +213,7 @@ def main() -> int:
     """Returns 1 if something has grown."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=100_000)
-    parser.add_argument("--write", action="store_true", help="write the picture, and the table in docs/benchmarks.md")
+    parser.add_argument("--write", action="store_true", help="write the picture and the table")
     given = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
@@ -221,9 +222,7 @@ def main() -> int:
     print(text)
     if given.write:
         draw(rows)
-        write_section(
-            ROOT / "docs" / "benchmarks.md", "soak", f"{given.steps:,} steps. {versions(('torch',))}\n\n{text}"
-        )
+        write_section(PAGE, "soak", f"{given.steps:,} steps. {versions(('torch',))}\n\n{text}")
     return 0 if flat else 1
 
 

@@ -6,7 +6,7 @@ the MLP in train_step.py; its trainer writes the artifacts. The contenders are s
 (turns.py). Those that train from artifacts have no torch.
 
     python benchmarks/training_api.py
-    python benchmarks/training_api.py --write             # and writes docs/benchmarks.md
+    python benchmarks/training_api.py --write             # and writes docs/reference/benchmarks.md
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from versions import ENGINES, versions
 
 ROOT = Path(__file__).parents[1]
 STOCK = ROOT / ".stock"
-PAGE = ROOT / "docs" / "benchmarks.md"
+PAGE = ROOT / "docs" / "reference" / "benchmarks.md"
 ROW = "mlp"
 
 TRAINER, TRAINER_ON_STOCK, ARTIFACTS, ARTIFACTS_ON_STOCK = CONTENDERS = (

@@ -52,11 +52,10 @@ def _with_contents(app: Sphinx, name: str, source: list[str]) -> None:
     title, *sections = re.split(r"^## ", source[0], flags=re.MULTILINE)
     contents = [title]
     for section in sections:
-        pages = re.findall(r"^\| \[([\w/.]+)\.md\]", section, re.MULTILINE)
+        pages = re.findall(r"^\| \[([\w/.]+)\.(?:md|rst)\]", section, re.MULTILINE)
         contents.append(f"{section}\n{_contents(section.partition(chr(10))[0], *pages)}\n")
-    page = "## ".join(contents) + _contents("Reference", "reference/index")
     # Titles instead of the names of the files.
-    source[0] = re.sub(r"^\| \[[^\]]+\]", "| []", page, flags=re.MULTILINE)
+    source[0] = re.sub(r"^\| \[[^\]]+\]", "| []", "## ".join(contents), flags=re.MULTILINE)
 
 
 def _contents(caption: str, *pages: str) -> str:

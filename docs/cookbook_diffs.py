@@ -1,4 +1,4 @@
-"""The differences of the cookbook's scripts, for docs/cookbook.md."""
+"""The differences of the scripts in examples/cookbook/ and examples/recipes/, for pages that show them."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ __all__ = ["with_diffs"]
 _BLOCK = re.compile(r"<!-- diff: (\w+), written by make docs -->\n.*?<!-- /diff -->", re.DOTALL)
 
 
-def with_diffs(page: str, folder: Path) -> str:
+def with_diffs(page: str, examples: Path) -> str:
     """Returns a page with the differences written anew between its marks, ``<!-- diff: NAME, ... -->``.
 
     Args:
         page: The page.
-        folder: Has ``NAME_torch.py`` and ``NAME.py`` for each mark.
+        examples: One of its folders has ``NAME_torch.py`` and ``NAME.py`` for each mark.
     """
 
     def block(found: re.Match[str]) -> str:
-        before, after = (
-            (folder / f"{found[1]}{form}.py").read_text(encoding="utf-8").splitlines() for form in ("_torch", "")
-        )
+        (script,) = examples.glob(f"*/{found[1]}_torch.py")
+        pair = (script, script.with_name(f"{found[1]}.py"))
+        before, after = (path.read_text(encoding="utf-8").splitlines() for path in pair)
         head = f"<!-- diff: {found[1]}, written by make docs -->"
         return "\n".join((head, "```diff", *_changes(before, after), "```", "<!-- /diff -->"))
 

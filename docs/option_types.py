@@ -78,7 +78,7 @@ def _quoted(text: str) -> str:
 
 def _docstring(doc: str) -> Iterator[str]:
     """Yields the lines of a docstring with the first sentence."""
-    sentence = re.sub(r"\[(.*?)\]\(.*?\)", r"docs/\1", doc.partition(". ")[0].rstrip(".")) + "."
+    sentence = re.sub(r"\[(.*?)\]\(.*?\)", r"\1 in the documentation", doc.partition(". ")[0].rstrip(".")) + "."
     *lines, last = textwrap.wrap(f'"""{sentence}', 116)
     yield from (f"    {line}" for line in lines)
     yield f'    {last}"""' if len(last) <= 113 else f'    {last}\n    """'

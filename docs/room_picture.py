@@ -1,4 +1,4 @@
-"""The picture of docs/code_map.md: which room imports from which."""
+"""The picture of docs/contributing.md: which room imports from which."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/speed.md and its pictures, and that of the README, from the results in benchmarks/results/."""
+"""The tables and pictures of speed, and the README's picture, from the results in benchmarks/results/."""
 
 from __future__ import annotations
 
@@ -72,13 +72,13 @@ def pictures(results: Results) -> dict[str, str]:
         version: {name: _mean(_speeds([part["rows"][key] for key in common], name)) for name in _OVER_RELEASES}
         for version, part in results.items()
     }
-    steps = "Steps in the time of one in eager PyTorch"
+    title = "Speed relative to eager PyTorch"
     return {
-        "against_eager": _drawn(steps, bars(speed, readme, (COMPILE, OURS, LOOPS)), "eager"),
-        "speed": _drawn(steps, bars(speed), "eager"),
+        "against_eager": _drawn(title, bars(speed, readme, (COMPILE, OURS, LOOPS)), "eager"),
+        "speed": _drawn(title, bars(speed), "eager"),
         "memory": _drawn("Peak memory, as a multiple of eager PyTorch's", bars(memory), "eager"),
         "starts": _drawn("Seconds to the first step, in a second process", bars(again, rows, (EAGER, *_CONTENDERS))),
-        "releases": _drawn(f"{steps}: mean of {len(common)} models", releases, "eager"),
+        "releases": _drawn(f"{title}: mean of {len(common)} models", releases, "eager"),
     }
 
 

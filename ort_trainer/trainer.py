@@ -61,7 +61,7 @@ class ORTTrainer:
 
     The first :meth:`train_step` (or :meth:`prepare`) exports PyTorch's own forward and backward pass as one graph.
     The trainer trains the model's own parameters and buffers: the model is current after every step, and changes to it
-    between steps (weights, modes, settings, ``requires_grad``) take effect (docs/models.md).
+    between steps (weights, modes, settings, ``requires_grad``) take effect (models.md in the documentation).
 
     Args:
         model: The model. With ``loss_fn`` it returns the prediction; without it, the loss is one of its outputs. Either
@@ -405,7 +405,7 @@ class ORTTrainer:
         The files are ``training_model.onnx`` (forward and backward pass; adds to gradient buffers),
         ``eval_model.onnx``, ``optimizer_model.onnx``, ``checkpoint``, and ``nominal_checkpoint``. Training continues
         from them exactly as it would in the trainer: with its weights, moments, counts, schedule, random numbers, and
-        the gradients of an incomplete accumulation window (docs/training_api.md). The trainer does not change.
+        the gradients of an incomplete accumulation window. The trainer does not change.
 
         With several processes, all must call it, and one of them writes; artifacts train in one process, with the
         random numbers of the writing process. A PyTorch model, or ``model_desc="auto"``, needs a call of

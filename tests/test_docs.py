@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -22,7 +23,11 @@ from .helpers import MLP, assert_close, mlp_batches
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
 INDEX = ROOT / "docs" / "index.md"
-PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
+WRITTEN = sorted((ROOT / "docs").glob("*.md"))
+REFERENCE = sorted((ROOT / "docs" / "reference").glob("*.md"))
+PAGES = [README, *WRITTEN, *REFERENCE]
+OTHERS = [ROOT / name for name in ("CHANGELOG.md", "SECURITY.md")]
+OTHERS += [ROOT / place / "README.md" for place in ("js", "c", "examples/browser")]
 LINK = re.compile(r"\]\((?!https?:)([^)\s]*)\)")
 
 
@@ -32,11 +37,12 @@ def without_code(text: str) -> str:
 
 def anchors(page: Path) -> set[str]:
     """Returns GitHub's link targets of the headings of a page."""
-    headings = re.findall(r"^#+ (.+)$", without_code(page.read_text()), re.MULTILINE)
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("page", [*PAGES, ROOT / "CHANGELOG.md"], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [*PAGES, *OTHERS], ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_resolve(page: Path) -> None:
     for link in LINK.findall(without_code(page.read_text())):
         path, _, anchor = link.partition("#")
@@ -49,8 +55,19 @@ def test_the_index_lists_every_page_once() -> None:
     rows = re.findall(r"^\| \[([^\]]+)\]\(([^)]+)\) \|", INDEX.read_text(), re.MULTILINE)
     assert all(text == path for text, path in rows)
     paths = sorted((INDEX.parent / path).resolve() for _, path in rows)
-    others = {ROOT / "CHANGELOG.md", *(ROOT / place / "README.md" for place in ("js", "c", "examples/browser"))}
-    assert paths == sorted({*PAGES, *others} - {INDEX})
+    assert paths == sorted({README, *WRITTEN, *OTHERS, ROOT / "docs" / "reference" / "index.rst"} - {INDEX})
+
+
+def test_the_reference_lists_every_page() -> None:
+    index = (ROOT / "docs" / "reference" / "index.rst").read_text()
+    pages = {path.stem for path in (ROOT / "docs" / "reference").iterdir()} - {"index"}
+    assert sorted(re.findall(r"^   (\w+)$", index, re.MULTILINE)) == sorted(pages)
+
+
+def test_the_pages_stay_few_and_short() -> None:
+    words = runpy.run_path(str(ROOT / "docs" / "words.py"))["words"]
+    assert len(WRITTEN) <= 22
+    assert sum(map(words, WRITTEN)) <= 30_000
 
 
 def test_the_wheel_in_the_pages_has_the_version() -> None:
@@ -113,7 +130,8 @@ def test_the_readme_trains_on_without_pytorch(tmp_path: Path, monkeypatch: pytes
 
 def test_python_of_the_pages_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    for name in ("usage.md", "onnx_models.md", "fit.md", "checkpoints.md", "distributed.md"):
+    names = ("usage", "fit", "mixed_precision", "losses", "checkpoints", "distributed", "onnx_models")
+    for name in (f"{name}.md" for name in names):
         blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / name).read_text(), re.DOTALL)
         assert blocks
         for block in blocks:
@@ -131,19 +149,21 @@ def test_python_of_the_page_on_optimizers_runs() -> None:
     assert all(kind == pytest.approx(losses[0], rel=1e-5) for kind in losses)
 
 
-def test_python_of_the_questions_runs() -> None:
+def test_python_of_the_page_on_limits_runs() -> None:
     scope: dict[str, object] = {"__name__": "page"}
-    for block in re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "questions.md").read_text(), re.DOTALL):
-        exec(compile(block, "questions.md", "exec"), scope)
+    for block in re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "limits.md").read_text(), re.DOTALL):
+        exec(compile(block, "limits.md", "exec"), scope)
     assert isinstance(scope["quantized"], nn.Module)
 
 
-def test_python_of_the_page_on_the_training_api_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_python_of_the_page_on_devices_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
     scope: dict[str, object] = {"__name__": "page"}
-    for block in re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "training_api.md").read_text(), re.DOTALL):
-        exec(compile(block, "training_api.md", "exec"), scope)
+    # What follows needs onnxruntime-training: tests/artifacts/test_upstream_flavor.py runs it.
+    text, _ = (ROOT / "docs" / "on_device.md").read_text().split("## Artifacts of onnxruntime-training")
+    for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+        exec(compile(block, "on_device.md", "exec"), scope)
     assert isinstance(scope["loss"], np.ndarray) and scope["loss"] < 0.1
     assert isinstance(scope["weights"], np.ndarray) and (tmp_path / "model.onnx").exists()
 
@@ -158,7 +178,6 @@ def test_every_public_name_is_in_the_reference() -> None:
         for name in re.findall(r"^\.\. auto\w+:: (\S+)|^``(\w+)`` is legacy's name", text, re.MULTILINE):
             path = "".join(name) if module is None else f"{module[1]}.{''.join(name)}"
             said.setdefault(path.rpartition(".")[0], set()).add(path.rpartition(".")[2])
-        assert page.stem == "index" or f"\n   {page.stem}\n" in page.with_stem("index").read_text()
     for module_name in modules:
         names, public = said[module_name], importlib.import_module(module_name).__all__
         assert names == {name for name in public if f"{module_name}.{name}" not in said}, module_name

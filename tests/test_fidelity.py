@@ -22,7 +22,7 @@ CASES = {case.name: case for cases in SECTIONS.values() for case in cases}
 def case(request: pytest.FixtureRequest) -> Case:
     since = SINCE.get(request.param.name)
     if since is not None and Version(version("transformers")) < Version(since):
-        pytest.skip(f"transformers before {since} has another form of this model (docs/versions.md)")
+        pytest.skip(f"transformers before {since} has another form of this model (docs/limits.md)")
     return request.param
 
 

@@ -99,7 +99,7 @@ def test_near_files_come_first() -> None:
     ("changed", "certain"),
     [
         ("tests/test_a.py", "tests/test_a.py::test_small[1]"),
-        ("docs/names.md", "tests/test_docs.py::test_links_resolve[names.md]"),
+        ("docs/reference/names.md", "tests/test_docs.py::test_links_resolve[docs/reference/names.md]"),
         ("schemas/trainer_options.json", "tests/options/test_options.py::test_x"),
         ("examples/digits.py", "tests/test_examples.py::test_digits"),
         ("examples/browser/page.js", ""),

@@ -52,7 +52,7 @@ def test_few_lines_differ(name: str) -> None:
 def test_losses_are_those_of_pytorch(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pytest.importorskip("sklearn")
     for library in NEEDS[name]:
-        pytest.importorskip(library, reason=f"{library} is not installed: docs/recipes.md", exc_type=ImportError)
+        pytest.importorskip(library, reason=f"{library} is not installed: docs/huggingface.md", exc_type=ImportError)
     # For Ray's workers, which import the script, too.
     monkeypatch.setenv("PYTHONPATH", str(RECIPES), prepend=os.pathsep)
     expected, found = (_trained(f"{name}{form}", 2 if name in LAUNCHED else 1, tmp_path) for form in ("_torch", ""))

@@ -281,7 +281,7 @@ class Cased(nn.Module):
                 case,
                 {},
                 F.cross_entropy,
-                r"Cased can't be captured: it differentiates in its own.*\(docs/cookbook.md#a-penalty-on-gradients\)",
+                r"Cased can't be captured: it differentiates in its own.*docs/usage.md#a-penalty-on-gradients\)",
             )
             for case in ("gradient", "function's gradient")
         ),

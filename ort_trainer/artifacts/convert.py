@@ -64,7 +64,7 @@ def convert_artifacts(source: PathLike, target: PathLike, *, include_optimizer_s
     """Converts the artifacts that onnxruntime-training's ``generate_artifacts`` wrote to those of ``ort_trainer.api``.
 
     The result is in ONNX's own operators: it trains in Python without onnx, and in browsers, C and C++
-    (``docs/on_device.md``). Names, values, moments and the count of updates stay.
+    (on_device.md in the documentation). Names, values, moments and the count of updates stay.
 
     Args:
         source: The folder with ``training_model.onnx``, ``checkpoint`` and, if they exist, ``eval_model.onnx`` and

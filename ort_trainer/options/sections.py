@@ -251,7 +251,7 @@ class UtilsOptions(Section):
     """Dtype in which the optimizer keeps its moments, as a name or a torch.dtype."""
     cache_exports: bool
     """Stores the exported graphs of PyTorch models in the user's cache folder for the next start of the script; see
-    docs/start_up.md."""
+    slow_steps.md in the documentation."""
     run_symbolic_shape_infer: bool
     """ONNX Runtime's symbolic shape inference before differentiation, which nothing needs here: sizes are symbolic in
     every export."""
@@ -313,8 +313,8 @@ class DebugOptions(Section):
     1e-2, absolute 1e-6 or four roundings of the largest element) and raises if they differ."""
     check_indices: bool
     """Checks before every step (of exported artifacts, too) that inputs used as indices by the model or the loss (class
-    labels, rows of an embedding) are in range, and raises an IndexError with the value and its place; see
-    docs/limits.md."""
+    labels, rows of an embedding) are in range, and raises an IndexError with the value and its place; see limits.md in
+    the documentation."""
     max_nonfinite_losses: int | None
     """Number of consecutive steps with an infinite or NaN loss at which training stops: the last of them raises a
     FloatingPointError instead of training."""

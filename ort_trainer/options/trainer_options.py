@@ -84,8 +84,8 @@ class ORTTrainerOptions(Options):
     """Validated settings of an :class:`~ort_trainer.ORTTrainer`.
 
     The settings are a nested dict. Missing settings get their defaults, and every value becomes an attribute, such as
-    ``options.mixed_precision.enabled``. The object is immutable and can serve any number of trainers. docs/options.md
-    lists all keys.
+    ``options.mixed_precision.enabled``. The object is immutable and can serve any number of trainers.
+    ``ort-trainer options`` lists all keys.
 
     Args:
         options: The settings, or None for all defaults. The dict is neither changed nor stored.

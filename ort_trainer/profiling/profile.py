@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..core.pages import page
+
 __all__ = ["ModuleTime", "OperatorTime", "Profile"]
 
 # Limits of the report; the profile itself has everything.
@@ -130,7 +132,7 @@ def _report(profile: Profile) -> list[str]:
     lines += ["", *profile.remarks] if profile.remarks else []
     if profile.trace is not None:
         lines += ["", f"trace: {profile.trace} (open it in chrome://tracing or https://ui.perfetto.dev)"]
-    return [*lines, "", "what makes a step faster: docs/slow_steps.md"]
+    return [*lines, "", f"what makes a step faster: {page('slow_steps.md')}"]
 
 
 def _parts(profile: Profile) -> list[tuple[str, str, str]]:

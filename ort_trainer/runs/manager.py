@@ -56,7 +56,7 @@ class SavedCheckpoint:
 class CheckpointManager:
     """Saves the checkpoints of a run in a directory, keeps the latest and the best, and resumes from them.
 
-    See docs/checkpoints.md in the repository. The files are the trainer's checkpoints, ``step-00001200.ortckpt``. A
+    See checkpoints.md in the documentation. The files are the trainer's checkpoints, ``step-00001200.ortckpt``. A
     small text file ``latest`` contains the name of the newest one. Files are written atomically: a killed process never
     leaves a partial checkpoint. Files with other names and damaged files are left alone.
 

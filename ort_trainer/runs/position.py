@@ -22,7 +22,7 @@ _WAY_OUT = "or continue without the position in the data: call resume() without 
 
 
 class Position:
-    """The position of a training loop in its data, which checkpoints include (docs/checkpoints.md).
+    """The position of a training loop in its data, which checkpoints include.
 
     Yields the remaining epochs and batches. A checkpoint has the random states of PyTorch, NumPy and Python, and of a
     DataLoader's and its sampler's own generators, both now and at the start of the epoch. A resumed loop restores the

@@ -21,6 +21,7 @@ import torch
 from ..core.atomic import atomic_path
 from ..core.errors import CheckpointError
 from ..core.foreign import refuse_upstream_checkpoint
+from ..core.pages import page
 from ..core.sealed import DTYPES, VERSION, Array, Entry, Stored, check_version, read_header, read_tensors, write
 from .bfloat16 import array_of, tensor_of
 from .legacy import aggregate_legacy_files, is_legacy_file, load_legacy_file
@@ -214,13 +215,13 @@ def _load(path: Path, name: str, *parts: str, default: Any = None) -> list[dict[
             head,
             name,
             "give ort_trainer.artifacts.trainer_state_dict(path) to load_state_dict(..., strict=False); "
-            "docs/upstream_runtimes.md shows how",
+            f"{page('on_device.md#converting-checkpoints-of-onnxruntime-training')} shows how",
         )
         if head[:4] in _PICKLES:
             raise CheckpointError(
                 f"{name} was written by torch.save. Such files are pickles, which could execute anything, so they are "
                 "not read here: if you trust the file, pass the result of torch.load(path, weights_only=True) to "
-                "load_state_dict; docs/migration.md shows how"
+                f"load_state_dict; {page('migration.md')} shows how"
             )
         return _read(opened, name, parts, default)
 

@@ -15,6 +15,7 @@ import torch
 from ..core.errors import ValueBranchError, VerificationError
 from ..core.indices import check_indices
 from ..core.interrupts import uninterrupted
+from ..core.pages import page
 from ..core.report import GraphRuns, Report, memory_of
 from ..core.threads import OneThread
 from ..engine import Check, Executor, Plan
@@ -857,5 +858,5 @@ def _why_no_other_graph(refused: Sequence[Step], is_new: bool) -> str:
         f"  {shown}{more}\n"
         "Compute both branches and choose with torch.where; as a size, take x.item() instead of int(x); decide before "
         "the step, and pass the result as an input; or train with ORTModule, which runs such batches in PyTorch "
-        "(docs/models.md#branches-on-values)"
+        f"({page('models.md#branches-on-values')})"
     )

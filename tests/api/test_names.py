@@ -1,4 +1,4 @@
-"""docs/training_api_names.md lists every name of the C, C++ and Python documentation, and every row is true."""
+"""docs/reference/training_api_names.md lists every documented name of C, C++ and Python, and every row is true."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .world import CHECKS, PYTHON, World
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
-PAGE = (ROOT / "docs" / "training_api_names.md").read_text()
+PAGE = (ROOT / "docs" / "reference" / "training_api_names.md").read_text()
 # (documented name, our name, description).
 ROWS: list[tuple[str, str, str]] = re.findall(r"^\| `([^`]+)` \| `([^`]+)` \| (.+) \|$", PAGE, re.MULTILINE)
 DOCUMENTED = {

@@ -400,8 +400,10 @@ def test_artifacts_of_an_onnx_model_train_as_those_of_upstreams_own_tool(optimiz
 
 
 def test_python_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    page = Path(__file__).resolve().parents[2] / "docs" / "upstream_runtimes.md"
-    blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    page = Path(__file__).resolve().parents[2] / "docs" / "on_device.md"
+    head, upstream = page.read_text().split("## Artifacts of onnxruntime-training")
+    first, *_ = re.findall(r"```python\n(.*?)```", head, re.DOTALL)  # defines the trainer and a batch
+    blocks = [first, *re.findall(r"```python\n(.*?)```", upstream, re.DOTALL)]
     monkeypatch.chdir(tmp_path)
     scope: dict[str, Any] = {}
     for block in blocks:

@@ -310,7 +310,7 @@ SEVERAL = {
     "bucket_cap_mb": 1,
     "reduce_dtype": "bfloat16",
 }
-# By the option's path, without options whose non-default values are refused according to docs/names.md.
+# By the option's path, without options whose non-default values are refused according to docs/reference/names.md.
 OPTIONS: dict[str, Effect] = {
     "batch.gradient_accumulation_steps": Effect(2, weights),
     "batch.gradient_reduction": Effect("sum", two_steps, WINDOW),

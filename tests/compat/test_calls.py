@@ -1,4 +1,4 @@
-"""Every name that docs/names.md says works is called with the arguments and the defaults of its documentation."""
+"""Every name that works by docs/reference/names.md is called with its documented arguments and defaults."""
 
 from __future__ import annotations
 

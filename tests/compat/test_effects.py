@@ -1,4 +1,4 @@
-"""Every value other than the default has an effect, or its row in docs/names.md says that it is refused."""
+"""Every value other than the default has an effect, or its row in docs/reference/names.md says that it is refused."""
 
 from __future__ import annotations
 

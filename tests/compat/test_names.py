@@ -1,4 +1,4 @@
-"""docs/names.md has every name of the legacy documentation, and every row is true."""
+"""docs/reference/names.md has every name of the legacy documentation, and every row is true."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ort_trainer.options.schema import load_schema
 from ..helpers import resolve
 
 HERE = Path(__file__).parent
-PAGE = (HERE.parent.parent / "docs" / "names.md").read_text()
+PAGE = (HERE.parent.parent / "docs" / "reference" / "names.md").read_text()
 DOCUMENTED = (HERE / "documented_names.txt").read_text().split()
 ROW = re.compile(r"^\| `([^`]+)` \| (?:`([^`]+)`)? ?\| (.+) \|$", re.MULTILINE)
 SESSIONS = "## onnxruntime.TrainingSession and TrainingParameters"

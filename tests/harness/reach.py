@@ -198,9 +198,9 @@ def tables(first: Reached, second: Reached, measured: choose.Measured, seeds: Co
 
 
 def main() -> None:
-    """Writes ``measured.json``, and the tables in docs/contributing.md."""
+    """Writes ``measured.json``, and the tables in docs/reference/tests.md."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--write", action="store_true", help="write the tables into docs/contributing.md")
+    parser.add_argument("--write", action="store_true", help="write the tables into docs/reference/tests.md")
     given = parser.parse_args()
     combine()
     first, second = map(Reached, ENGINES)

@@ -12,7 +12,7 @@ from .import_map import ROOT
 from .record import COSTS
 from .step import Step
 
-PAGE = ROOT / "docs" / "contributing.md"
+PAGE = ROOT / "docs" / "reference" / "tests.md"
 # The commands that sample by a seed.
 SAMPLED = ("quick", "gate", "flakes")
 # Maximum number of files in the table of files.
@@ -87,7 +87,7 @@ def files(ended: Iterable[Step]) -> str:
 
 
 def write(ended: Sequence[Step]) -> None:
-    """Writes the tables into docs/contributing.md, between their marks."""
+    """Writes the tables into docs/reference/tests.md, between their marks."""
     machine = f"Measured by `make everything` on {platform.machine()}, Python {platform.python_version()}."
     write_section(PAGE, "make everything", "\n\n".join([machine, steps(ended), causes(ended), files(ended)]))
 

@@ -134,7 +134,7 @@ def main() -> int:
         if name in report.SAMPLED:
             command.add_argument("--seed", default=choose.commit(), help="draws the sample (default: the commit)")
         else:
-            command.add_argument("--write", action="store_true", help="write the tables into docs/contributing.md")
+            command.add_argument("--write", action="store_true", help="write the tables into docs/reference/tests.md")
     given = parser.parse_args()
     folder = BUILD / given.command
     shutil.rmtree(folder, ignore_errors=True)

@@ -93,7 +93,7 @@ def test_grad_scaler() -> None:
 
 
 def test_lightning_with_automatic_optimization() -> None:
-    lightning: Any = pytest.importorskip("lightning", reason="lightning is not installed: docs/recipes.md")
+    lightning: Any = pytest.importorskip("lightning", reason="lightning is not installed: docs/huggingface.md")
 
     def loop(module: nn.Module) -> list[float]:
         losses: list[float] = []

@@ -48,7 +48,7 @@ def test_losses_are_those_without_it(
     pytest.importorskip("sklearn")
     if name in NEEDS:
         pytest.importorskip(
-            NEEDS[name], reason=f"{NEEDS[name]} is not installed: docs/recipes.md", exc_type=ImportError
+            NEEDS[name], reason=f"{NEEDS[name]} is not installed: docs/huggingface.md", exc_type=ImportError
         )
     monkeypatch.syspath_prepend(str(ROOT / "examples" / folder))
     source = (ROOT / "examples" / folder / f"{name}_torch.py").read_text()

@@ -1,6 +1,6 @@
 """The importer against the node tests of the onnx package: all forward, and a sample of the gradients.
 
-``make onnx-operators`` compares all, and writes docs/onnx_operators.md.
+``make onnx-operators`` compares all, and writes docs/reference/onnx_operators.md.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The versions of torch that have been tested, and what changed in them for this package.
 
 An export uses private parts of torch, which change without notice; ``tests/test_imports.py`` lists where. So a version
-that has not passed all tests (docs/versions.md) must pass ``self_check.py`` first. What changed:
+that has not passed all tests (docs/limits.md#versions) must pass ``self_check.py`` first. What changed:
 
 * 2.12: ``torch.utils.checkpoint`` no longer applies a function of its own, ``_NoopSaveInputs``.
 * 2.14: what it runs instead of ``_checkpoint_without_reentrant_generator`` has another name.

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from ....core.errors import PACKAGE, ExportError
+from ....core.pages import page
 
 __all__ = [
     "COMPUTES",
@@ -42,10 +43,6 @@ _GRADIENTS = tuple(
 )
 _CALLS_FORWARD = str(_TORCH / "nn" / "modules" / "module.py")
 _BY_VALUES = "depends on the values of tensors, which a graph does not know"
-_BEFORE_THE_STEP = (
-    "before the step, in PyTorch under torch.no_grad(), if it needs no gradient (for example, to mine hard negatives), "
-    "and pass the result as a label (docs/cookbook.md#hard-negatives)"
-)
 
 
 def with_history(name: str) -> str:
@@ -77,11 +74,11 @@ def explain(error: Exception, exporter: str, model: str) -> str:
             "For an 'if', compare the tensor or x.item(), not float(x), int(x) or x.tolist(), or compute both branches "
             "and choose with torch.where; for a number taken from a tensor (float(x), x.item()), keep the tensor; for "
             "a size (x[mask], nonzero), multiply by the mask instead; or "
-            f"compute it {_BEFORE_THE_STEP}"
+            f"compute it {_before_the_step()}"
         )
     elif ".numpy()" in str(error):
         what = "it reads the values of a tensor with .numpy(), which a graph does not know"
-        hint = f"Compute what depends on them with tensors, or {_BEFORE_THE_STEP}"
+        hint = f"Compute what depends on them with tensors, or {_before_the_step()}"
     elif "We found a fake tensor in the exported program constant's list" in str(error):
         what = "it keeps a tensor of the capture, or uses one of another computation, where torch.export can't follow"
         hint = (
@@ -146,7 +143,14 @@ def gradients_within(error: Exception, model: str) -> str:
         f"{model} can't be captured: it differentiates in its own forward pass (torch.autograd.grad, backward, "
         "torch.func), but the graph of a step has only one backward pass. Compute that part of the loss in PyTorch: "
         "call trainer.forward_backward() for the rest, backward() for this part, which adds to the same p.grad, and "
-        f"then trainer.optimizer_step() (docs/cookbook.md#a-penalty-on-gradients){place_of_error(error)}"
+        f"then trainer.optimizer_step() ({page('usage.md#a-penalty-on-gradients')}){place_of_error(error)}"
+    )
+
+
+def _before_the_step() -> str:
+    return (
+        "before the step, in PyTorch under torch.no_grad(), if it needs no gradient (for example, to mine hard "
+        f"negatives), and pass the result as a label ({page('usage.md#hard-negatives')})"
     )
 
 
@@ -157,7 +161,8 @@ def way_out(nodes: Iterable[torch.fx.Node]) -> str:
     captured = [sources[-1].target for node in nodes if (sources := node.meta.get("from_node"))]
     names = dict.fromkeys(name for name in captured if name.count(".") == 2)
     operators = " and ".join(names or dict.fromkeys(str(node.target) for node in nodes))
-    return f"Add it with ort_trainer.register_operator, for example a composite of {operators} (docs/contributing.md)"
+    where = page("contributing.md#an-operator")
+    return f"Add it with ort_trainer.register_operator, for example a composite of {operators} ({where})"
 
 
 def source_line(node: torch.fx.Node) -> str:
