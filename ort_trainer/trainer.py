@@ -49,6 +49,16 @@ _ELSEWHERE = {
     "device": 'options={"device": {"id": ...}}',
     "args": "options",
 }
+_ELSEWHERE_IN_FIT = {
+    **dict.fromkeys(("num_epochs", "num_train_epochs", "max_epochs", "n_epochs"), "epochs"),
+    **dict.fromkeys(("train_dataloader", "train_dataloaders", "train_dataset", "dataloader"), "train_loader"),
+    **dict.fromkeys(
+        ("val_loader", "val_dataloaders", "eval_dataset", "validation_data", "valid_loader"), "eval_loader"
+    ),
+    **dict.fromkeys(("eval_steps", "val_check_interval"), "eval_every"),
+    **dict.fromkeys(("logger", "loggers"), "callbacks"),
+    **dict.fromkeys(("ckpt_path", "resume_from_checkpoint"), "resume"),
+}
 _NO_COPY = (
     "an ORTTrainer can't be copied or pickled, because it owns sessions of ONNX Runtime: create another one with the "
     "same arguments and pass trainer.state_dict() to its load_state_dict(), or use save_checkpoint() and "
@@ -442,6 +452,7 @@ class ORTTrainer:
             quantize_frozen=quantize_frozen,
         )
 
+    @explains_calls("trainer.fit(train_loader, eval_loader, epochs=5)", _ELSEWHERE_IN_FIT)
     def fit(
         self,
         train_loader: Iterable[Any],
