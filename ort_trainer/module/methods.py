@@ -88,8 +88,10 @@ def _look_at_steps() -> None:
 def _look(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     if all(not group.get("lr", 1.0) for group in optimizer.param_groups):
         return  # to make its state, as torch.distributed.checkpoint does before a run
+    if not _expected:
+        return
+    updated = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     for module, fallback in list(_expected.items()):
-        updated = {parameter for group in optimizer.param_groups for parameter in group["params"]}
         if fallback.called:
             del _expected[module]
         elif any(parameter.grad is not None and parameter in updated for parameter in module.parameters()):

@@ -317,7 +317,7 @@ def _to_classes(error: Exception, labels: Mapping[str, torch.Tensor]) -> str:
     refused = [name for name, value in labels.items() if value.dtype != torch.int64]
     if "Long" not in str(error) or not refused:
         return ""
-    return "; ".join(f"\nlabel {name!r} has dtype {labels[name].dtype}: use .to(torch.int64)" for name in refused)
+    return "".join(f"\nlabel {name!r} has dtype {labels[name].dtype}: use .to(torch.int64)" for name in refused)
 
 
 def _find_loss(outputs: Mapping[str, torch.Tensor], unset: str) -> str:

@@ -321,6 +321,7 @@ def _sort(
             raise ExportError(_unsupported_input(what, joint.graph))
     lift_attributes(joint, result.constants)
     (end,) = joint.graph.find_nodes(op="output")
+    has_gradients = any(isinstance(what, GradAOTOutput) for what in end.meta["desc"])
     for what, node in zip(end.meta["desc"], end.args[0], strict=True):
         if node is None:
             continue
@@ -340,7 +341,7 @@ def _sort(
                 )
         elif isinstance(what, InputMutationAOTOutput):
             _sort_mutation(what, node, canonical, result)
-            if any(isinstance(other, GradAOTOutput) for other in end.meta["desc"]):
+            if has_gradients:
                 _refuse_changed_twice(what, node)
         else:
             raise ExportError(f"the model has a result of the unsupported kind {type(what).__name__}")
