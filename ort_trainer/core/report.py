@@ -22,6 +22,7 @@ class GraphRuns:
         kernels: Whose kernels compute it.
         seconds: How long this process took to export it, or to load it from the cache.
         file: The cache file; empty if there is none.
+        with_backward: Whether a method's backward pass is a graph beside it.
     """
 
     name: str
@@ -29,6 +30,7 @@ class GraphRuns:
     kernels: str
     seconds: float
     file: str = ""
+    with_backward: bool = False
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,9 @@ class Report:
         for graph in self.graphs:
             file = f", cached as {graph.file}" if graph.file else ""
             made = f"made in {graph.seconds:.1f} s" if graph.seconds else "made before"
-            lines.append(f"{graph.name}: {graph.runs} runs on {graph.kernels} kernels, {made}{file}")
+            name = f"{graph.name} with its backward pass" if graph.with_backward else graph.name
+            runs = "1 run" if graph.runs == 1 else f"{graph.runs} runs"
+            lines.append(f"{name}: {runs} on {graph.kernels} kernels, {made}{file}")
         for reason, count in self.in_pytorch.items():
             lines.append(f"in PyTorch, {count} calls: {', '.join(map(str.strip, reason.splitlines()[:2]))}")
         lines.append(f"compared with PyTorch: {f'run {self.verified} at last' if self.verified else 'none yet'}")

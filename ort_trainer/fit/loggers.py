@@ -143,7 +143,7 @@ class Progress(Callback):
 
     def on_fit_start(self, state: FitState, trainer: Trainer) -> None:
         if state.resumed:
-            self._write(f"resumed after {state.completed} epochs and {state.batch} batches")
+            self._write(f"resumed after {state.trained} steps")
 
     def on_train_epoch_start(self, state: FitState, trainer: Trainer) -> None:
         self._shown = time.perf_counter()
@@ -153,7 +153,7 @@ class Progress(Callback):
             total, left = state.batches, state.steps_left
             if left is not None and (total is None or state.batch + left < total):
                 total = state.batch + left
-            title = _epoch(state)
+            title = _epoch(state) if state.max_steps is None else "training"
             self._bar = bar(total=total, initial=state.batch, desc=title, bar_format=layout, dynamic_ncols=True)
 
     def on_train_batch_end(self, state: FitState, trainer: Trainer) -> None:
@@ -166,8 +166,7 @@ class Progress(Callback):
             self._bar.update()
         elif now - self._shown >= self.seconds:
             self._shown = now
-            place = f"batch {state.batch}/{state.batches or '?'}"
-            self._write(f"{_epoch(state)}  {place}  {_figures(state, trainer)}")
+            self._write(f"{_place(state)}  {_figures(state, trainer)}")
 
     def on_row(self, state: FitState, trainer: Trainer) -> None:
         row = state.history[-1]
@@ -175,13 +174,13 @@ class Progress(Callback):
         is_over = state.completed == state.epoch
         if is_over or state.has_all_steps:
             self._close()
-        what = "done" if is_over else f"step {row['step']}"
-        self._write(f"{_epoch(state)}  {what}  {numbers}  {_speed(state, row)}")
+        place = f"{_epoch(state)}  done" if is_over else _place(state)
+        self._write(f"{place}  {numbers}  {_speed(state, row)}")
 
     def on_fit_end(self, state: FitState, trainer: Trainer) -> None:
         self._close()
         if state.status != "completed":  # which the last epoch's line says
-            self._write(f"{state.status}: {state.reason}" if state.reason else state.status)
+            self._write(f"{state.status}: {state.reason}" if state.reason else f"{state.status}, {_place(state)}")
 
     def _close(self) -> None:
         if self._bar is not None:
@@ -196,7 +195,15 @@ class Progress(Callback):
 
 
 def _epoch(state: FitState) -> str:
-    return f"epoch {state.epoch}" if state.epochs is None else f"epoch {state.epoch}/{state.epochs}"
+    several = "" if state.epochs is None else f"/{state.epochs}"
+    return f"epoch {state.epoch}{several}"
+
+
+def _place(state: FitState) -> str:
+    """Returns the step of those to do, or the epoch and its batch."""
+    if state.max_steps is not None:
+        return f"step {state.trained}/{state.max_steps}"
+    return f"{_epoch(state)}  batch {state.batch}/{state.batches or '?'}"
 
 
 def _tqdm() -> Any:

@@ -92,7 +92,12 @@ class FitState:
     @property
     def has_all_steps(self) -> bool:
         """Whether this process has done ``max_steps``."""
-        return self.max_steps is not None and self._recorded + self._since >= self.max_steps
+        return self.max_steps is not None and self.trained >= self.max_steps
+
+    @property
+    def trained(self) -> int:
+        """The number of steps so far, including those before a checkpoint."""
+        return self._recorded + self._since
 
     def is_due(self, every: int | None) -> bool:
         """Returns whether so many steps were done since the last row of the history."""
@@ -101,7 +106,7 @@ class FitState:
     @property
     def steps_left(self) -> int | None:
         """The number of batches that remain, as far as lengths are known."""
-        in_steps = None if self.max_steps is None else self.max_steps - self._recorded - self._since
+        in_steps = None if self.max_steps is None else self.max_steps - self.trained
         if self.batches is None or self.epochs is None:
             return in_steps
         in_epochs = max(0, self.batches * (self.epochs - self.epoch + 1) - self.batch)
@@ -230,9 +235,10 @@ class FitState:
 
     def __repr__(self) -> str:
         why = f" ({self.reason})" if self.reason else ""
-        epochs = f"{self.completed} epochs" if self.epochs is None else f"{self.completed} of {self.epochs} epochs"
-        steps = "" if self.max_steps is None else f", {self._recorded + self._since} of {self.max_steps} steps"
-        lines = [f"{self.status}{why}: {epochs}{steps}, {self.seconds:.1f} s"]
+        done = f"{self.completed} of {self.epochs} epochs"
+        if self.max_steps is not None:
+            done = f"{self.trained} of {self.max_steps} steps"
+        lines = [f"{self.status}{why}: {done}, {self.seconds:.1f} s"]
         if self.history:
             names = list(dict.fromkeys(name for row in self.history for name in row))
             rows = [names, *([shown_number(row.get(name)) for name in names] for row in self.history)]

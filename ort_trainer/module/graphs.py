@@ -236,8 +236,12 @@ class CallGraphs:
 
     def runs(self, name: str) -> list[GraphRuns]:
         """Returns the graphs with their runs, under a name."""
-        graphs = [(each.passes.step, each.runs) for several in self._by_kind.values() for each in several]
-        return [GraphRuns(name, runs, step.kernels, step.seconds, step.kept) for step, runs in graphs]
+        return [
+            GraphRuns(name, each.runs, step.kernels, step.seconds, step.kept, bool(each.passes.trained))
+            for several in self._by_kind.values()
+            for each in several
+            for step in [each.passes.step]
+        ]
 
     def forget(self) -> None:
         """Forgets all graphs, for a module that has other parts or another ``forward`` now."""

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import inspect
 import math
+import weakref
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..core.errors import CheckpointError, shown, was_given
+from ..core.errors import CheckpointError, shown, warn, was_given
 from ..core.signatures import signature_of
 from .config import OptimizerConfig, number
 from .parts import global_norm
@@ -538,6 +540,10 @@ class TorchUpdate(OptimizerUpdate):
         super().__init__(config, *arguments, **named)
         self._torch = config
         self._assigned: dict[str, torch.Tensor | None] = {}
+        self._is_updating = False
+        hook = weakref.WeakMethod(self._notice_step)
+        handle = config.optimizer.register_step_pre_hook(lambda *_: (notice := hook()) and notice())
+        weakref.finalize(self, handle.remove)
         if any(parameter.device.type != "cpu" for parameter in config.parameters.values()):
             config.optimizer.load_state_dict(config.optimizer.state_dict())  # moves the state to the parameters' device
 
@@ -570,6 +576,13 @@ class TorchUpdate(OptimizerUpdate):
                 "optimizer and a new trainer"
             )
         self._put(gradients, divisor)
+        self._is_updating = True
+        try:
+            self._step(optimizer, again)
+        finally:
+            self._is_updating = False
+
+    def _step(self, optimizer: torch.optim.Optimizer, again: Again | None) -> None:
         if again is None:
             optimizer.step()
             return
@@ -581,6 +594,19 @@ class TorchUpdate(OptimizerUpdate):
             return loss
 
         optimizer.step(closure)  # type: ignore[arg-type]
+
+    def _notice_step(self) -> None:
+        """Warns of a step that the user calls with the gradients of an update that was already made."""
+        used = (
+            value is not None and self._torch.parameters[name].grad is value for name, value in self._assigned.items()
+        )
+        if not self._is_updating and any(used):
+            warn(
+                f"{type(self._torch.optimizer).__name__}.step() was called after a step of the trainer, which had "
+                "already updated the weights with these gradients: leave it out, as the trainer calls it; for a loop "
+                "that steps by itself, call trainer.forward_backward() instead of train_step()",
+                others=(str(Path(torch.__file__).parent),),
+            )
 
     def _put(self, gradients: Mapping[str, torch.Tensor], divisor: float) -> None:
         """Divides and clips gradients, and assigns them to ``p.grad`` of the model's parameters."""

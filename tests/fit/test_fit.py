@@ -446,7 +446,7 @@ def test_steps_of_an_endless_stream_are_those_of_a_loop() -> None:
     assert [row["step"] for row in result.history] == [3, 6, 7] and [row["epoch"] for row in result.history] == [1] * 3
     means = [sum(losses[:3]) / 3, sum(losses[3:6]) / 3, losses[6]]
     assert [row["loss"] for row in result.history] == pytest.approx(means)
-    assert result.status == "completed" and "0 of 1 epochs, 7 of 7 steps" in repr(result)
+    assert result.status == "completed" and "completed: 7 of 7 steps, " in repr(result)
     assert moments.seen.count("on_validation_end") == moments.seen.count("on_row") == 3
     assert "on_train_epoch_end" not in moments.seen
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -549,3 +550,22 @@ def test_states_that_do_not_fit() -> None:
         both.trainer.load_state_dict(without, strict=False)
     trainer = ORTTrainer(MLP(), MLP_DESC, optim.SGDConfig(), loss_fn=F.cross_entropy)
     trainer.load_state_dict({"model": state["model"], "train_step_info": state["train_step_info"]}, strict=False)
+
+
+def test_a_step_that_the_user_calls_too_is_noticed() -> None:
+    model = MLP()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = mlp_trainer(None, optimizer, model)
+    x, y = mlp_batches(1)[0]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trainer.train_step(x, y)
+        trainer.forward_backward(x, y)
+        optimizer.step()
+        optimizer.zero_grad()
+    trainer.train_step(x, y)
+    with pytest.warns(
+        UserWarning, match=r"SGD.step\(\) was called after a step of the trainer.*leave it out"
+    ) as caught:
+        optimizer.step()
+    assert caught[0].filename == __file__

@@ -281,6 +281,7 @@ def _outputs(
                 f"{type(error).__name__}: {error}{place_of_error(error)}\n"
                 f"Is this the batch that was meant? {shown(dict(batch))} {_to_convert(layouts)}".rstrip()
                 + _to_classes(error, {label: batch[label] for label in labels if label in batch})
+                + _to_weights(error, model, data)
             ) from error
         if loss is not None:
             yield "loss", loss
@@ -309,6 +310,19 @@ def _to_convert(layouts: Mapping[str, Layout]) -> str:
         f"{names} are no tensors: make them with torch.{function}(...)"
         for names, function in ((others, "tensor"), (stacked, "stack"))
         if names
+    )
+
+
+def _to_weights(error: Exception, model: nn.Module, data: Mapping[str, Any]) -> str:
+    """Returns advice to convert inputs of another floating-point dtype than the weights, if that is the error."""
+    kinds = {weight.dtype for weight in model.parameters() if weight.dtype.is_floating_point}
+    if "dtype" not in str(error) or len(kinds) != 1:
+        return ""
+    (kind,) = kinds
+    return "".join(
+        f"\ninput {name!r} has dtype {value.dtype}, and the weights {kind}: use .to({kind})"
+        for name, value in data.items()
+        if isinstance(value, torch.Tensor) and value.dtype.is_floating_point and value.dtype != kind
     )
 
 

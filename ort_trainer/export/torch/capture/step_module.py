@@ -147,6 +147,9 @@ def canonical_names(model: nn.Module, within: nn.Module | None = None) -> dict[s
     Args:
         model: The model.
         within: A module around it, whose names of the model's tensors are mapped; None for the model itself.
+
+    Raises:
+        ExportError: If the model makes other tensors whenever it is asked for them.
     """
     of_model, named = (
         [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
@@ -155,6 +158,14 @@ def canonical_names(model: nn.Module, within: nn.Module | None = None) -> dict[s
     first: dict[int, str] = {}
     for name, tensor in of_model:
         first.setdefault(id(tensor), name)
+    if within is None:
+        others = [name for name, tensor in named if id(tensor) not in first]
+        if others:
+            raise ExportError(
+                f"{type(model).__name__} replaces {others[0]!r} whenever it runs or its parameters are listed, as "
+                "peft's LoRA of nn.MultiheadAttention does, which a graph can't do: adapt Linear layers instead "
+                "(target_modules), or train with ORTModule, which runs this model in PyTorch"
+            )
     return {name: first[id(tensor)] for name, tensor in named if id(tensor) in first}
 
 
