@@ -68,6 +68,7 @@ class Met:
         aliases: Pairs of places that hold one object.
         modes: The modules, by ``id``, whose attribute ``training`` the run has read.
         names: Names of globals and attributes in the code of all functions.
+        ran: The code that has run, of users' functions.
         listed: Places of the ``__dict__`` whose keys were read.
         files: Files, each with its place and its position when it was met.
         caches: Functions that keep results, and what they had kept before.
@@ -81,6 +82,7 @@ class Met:
         self.aliases: dict[tuple[Place, Place], None] = {}
         self.modes: dict[int, nn.Module] = {}
         self.names: set[str] = set()
+        self.ran: set[types.CodeType] = set()
         self.listed: dict[Place, None] = {}
         self.files: list[tuple[Place, Any, int]] = []
         self.caches: list[tuple[Any, Any]] = []
@@ -277,6 +279,7 @@ class Met:
     def called(self, frame: types.FrameType) -> None:
         """Records a function that runs, at its place: in a class of its first argument, or by its name."""
         code, values = frame.f_code, frame.f_globals
+        self.ran.add(code)
         if id(code) in self._codes:
             return
         owner = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None

@@ -7,7 +7,6 @@ found here, by comparison with copies (``changes.py``).
 from __future__ import annotations
 
 import contextlib
-import types
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 from unittest import mock
@@ -18,7 +17,7 @@ from torch import nn
 from ....core.errors import ExportError
 from .calls import Calls
 from .changes import OF_EVERY_MODULE, Copies, WritesToParameters
-from .code import assigned_in, names_of
+from .code import assigned_in
 from .containers import CHANGEABLE, copied, has_same_parts, refill
 from .leftovers import Code, Leftovers, encode
 from .met import Met
@@ -275,19 +274,18 @@ class Recorder:
 
         Otherwise a user who changes such an attribute later would not see it assigned again.
         """
-        codes = [value.__code__ for value, _ in self.met.objects.values() if type(value) is types.FunctionType]
+        assigned = frozenset[str]().union(*map(assigned_in, [*self.met.ran]))  # a copy, as this run goes on
         for owner, place in [*self.met.objects.values()]:
-            steps = [Access("get", name) for name in self.met.names.intersection(slots_of(type(owner)))]
+            steps = [Access("get", name) for name in assigned.intersection(slots_of(type(owner)))]
             with contextlib.suppress(AttributeError):  # it has slots only
-                names = self.met.names & attributes_of(owner).keys() - OF_EVERY_MODULE
+                names = assigned & attributes_of(owner).keys() - OF_EVERY_MODULE
                 steps += [Access("attribute", name) for name in names]
             for step in sorted(steps):
-                name, inner = step.key, (*place, step)
+                inner = (*place, step)
                 if inner in self.met.reads or inner in changed or inner in self._numbers:
                     continue
                 value = read(self._root, inner)
-                is_constant = value is not MISSING and (is_plain(value) or callable(value))
-                if is_constant and any(name in assigned_in(code) for code in codes if name in names_of(code)):
+                if value is not MISSING and (is_plain(value) or callable(value)):
                     self.met.reads[inner] = value
 
     def _refuse_what_no_graph_does(self) -> None:

@@ -784,3 +784,22 @@ def test_a_step_that_fails_leaves_nothing() -> None:
     assert model.kept is kept
     trainer.eval_step(X, Y)
     assert model.kept is kept, "evaluation leaves nothing"
+
+
+class Settings:
+    """As a config of transformers, whose method, which saving calls, sets an attribute."""
+
+    def __init__(self) -> None:
+        self.scale, self.dtype = 2.0, None
+
+    def save(self) -> None:
+        self.dtype = "float32"  # type: ignore[assignment]
+
+
+def test_what_only_other_code_assigns_is_no_change() -> None:
+    model = Net(lambda net, h: net.settings.save() if h is None else h * net.settings.scale, settings=Settings())
+    trainer = ORTTrainer(model, "auto", optim.SGDConfig(lr=0.1), loss_fn=F.cross_entropy)
+    trainer.train_step(X, Y)
+    model.settings.save()
+    trainer.train_step(X, Y)
+    assert [graph.runs for graph in trainer.report().graphs] == [2]
