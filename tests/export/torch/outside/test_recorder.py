@@ -787,19 +787,24 @@ def test_a_step_that_fails_leaves_nothing() -> None:
 
 
 class Settings:
-    """As a config of transformers, whose method, which saving calls, sets an attribute."""
+    """As a config of transformers, of which saving sets an attribute."""
 
     def __init__(self) -> None:
-        self.scale, self.dtype = 2.0, None
+        self.scale, self.dtype = 2.0, "auto"
 
-    def save(self) -> None:
-        self.dtype = "float32"  # type: ignore[assignment]
+
+class Cache:
+    """Has an attribute of this name, too."""
+
+    def start(self, h: torch.Tensor) -> torch.Tensor:
+        self.dtype = "float32"
+        return h
 
 
 def test_what_only_other_code_assigns_is_no_change() -> None:
-    model = Net(lambda net, h: net.settings.save() if h is None else h * net.settings.scale, settings=Settings())
+    model = Net(lambda net, h: Cache.start(Cache(), h) if h.ndim > 2 else h * net.settings.scale, settings=Settings())
     trainer = ORTTrainer(model, "auto", optim.SGDConfig(lr=0.1), loss_fn=F.cross_entropy)
     trainer.train_step(X, Y)
-    model.settings.save()
+    model.settings.dtype = "float32"
     trainer.train_step(X, Y)
     assert [graph.runs for graph in trainer.report().graphs] == [2]
