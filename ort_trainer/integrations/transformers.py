@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from ..core.errors import shown
+from ..core.report import Report
 from ..module import ORTModule
 from ..options import OptionsDict, ORTTrainerOptions
 
@@ -71,6 +72,18 @@ class HuggingFaceTrainer(Trainer):  # type: ignore[misc] # the type checker does
                 )
         self._ort_options, self._fsdp = ort_options, _fsdp_config(args)
         super().__init__(model if model is None else self._wrapped(model), args, *rest, **kwargs)
+
+    def report(self) -> Report:
+        """Returns what the model has run as graphs and in PyTorch; ``print()`` shows it.
+
+        Raises:
+            TypeError: If there are several modules, as with ``fsdp``: each layer has its own report.
+        """
+        model = self.model
+        if not isinstance(model, ORTModule):
+            raise TypeError("with fsdp each layer is an ORTModule with its own report(): see trainer.model.modules()")
+        report: Report = model.report()
+        return report
 
     def call_model_init(self, *args: Any, **kwargs: Any) -> nn.Module:
         """Returns a new model of ``model_init`` with its ``ORTModule``."""

@@ -99,7 +99,8 @@ class StepGraphs:
         """
         if self._description is None:
             raise RuntimeError(
-                "model_desc='auto' is derived from the first batch: call prepare(), train_step() or eval_step() first"
+                "model_desc='auto' is derived from the first batch: call prepare(), train_step() or eval_step() first; "
+                "or call the model itself, which has the weights of a loaded checkpoint"
             )
         return self._description
 

@@ -80,3 +80,19 @@ def test_the_former_name_of_hugging_faces_trainer() -> None:
     with pytest.warns(DeprecationWarning, match="now called HuggingFaceTrainer"):
         assert module.OrtTrainer is module.HuggingFaceTrainer
     assert not hasattr(module, "OtherTrainer")
+
+
+def test_a_model_whose_work_is_in_another_method() -> None:
+    class Agent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(2, 2)
+
+        def act(self, x: Any) -> Any:
+            return self.layer(x)
+
+    with pytest.raises(TypeError, match=r"Agent defines no forward\(\).*ORTModule\(model, methods="):
+        ORTTrainer(Agent(), "auto", CONFIG, loss_fn=F.mse_loss)
+    agent = Agent()
+    agent.forward = agent.act  # type: ignore[method-assign]
+    assert ORTTrainer(agent, "auto", CONFIG, loss_fn=F.mse_loss)

@@ -203,6 +203,7 @@ def test_a_bert(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "what forward() counts is counted in each run of a graph"
     )
 
+    assert "forward with its backward pass: 3" in str(ours.report())
     ours.save_model(str(tmp_path / "model"))
     saved = BertForSequenceClassification.from_pretrained(tmp_path / "model").state_dict()
     assert all(torch.equal(saved[name], value) for name, value in ours.model.state_dict().items())

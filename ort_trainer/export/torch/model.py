@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import Any
 
@@ -272,9 +273,14 @@ def _check_model(model: nn.Module) -> None:
     """Checks that a model is a plain module with values.
 
     Raises:
-        TypeError: If the model is wrapped, compiled or divided among processes.
+        TypeError: If the model is wrapped, compiled or divided among processes, or has no ``forward``.
         ValueError: If its parameters or buffers have no values yet, or can't be changed.
     """
+    if model.forward == types.MethodType(nn.Module.forward, model):
+        raise TypeError(
+            f"{type(model).__name__} defines no forward(), which the trainer calls: for other methods, such as act(), "
+            'use ORTModule(model, methods=["act"]) in a loop of your own'
+        )
     for path, module in model.named_modules():
         where, kind = f"model.{path}" if path else "model", type(module).__name__
         if isinstance(module, _WRAPPERS):

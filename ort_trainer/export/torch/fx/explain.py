@@ -72,8 +72,7 @@ def explain(error: Exception, exporter: str, model: str) -> str:
     elif what is not None:
         hint = (
             "For an 'if', compare the tensor or x.item(), not float(x), int(x) or x.tolist(), or compute both branches "
-            "and choose with torch.where; for a number taken from a tensor (float(x), x.item()), keep the tensor; for "
-            "a size (x[mask], nonzero), multiply by the mask instead; or "
+            "and choose with torch.where; for a number taken from a tensor (float(x), x.item()), keep the tensor; or "
             f"compute it {_before_the_step()}"
         )
     elif ".numpy()" in str(error):
@@ -149,8 +148,8 @@ def gradients_within(error: Exception, model: str) -> str:
 
 def _before_the_step() -> str:
     return (
-        "before the step, in PyTorch under torch.no_grad(), if it needs no gradient (for example, to mine hard "
-        f"negatives), and pass the result as a label ({page('usage.md#hard-negatives')})"
+        "before the step, in PyTorch under torch.no_grad(), if it needs no gradient, and pass the result as an input "
+        f"({page('models.md#branches-on-values')})"
     )
 
 
