@@ -172,7 +172,7 @@ class ModelSource(ABC):
         """Takes what :meth:`carried` has returned, perhaps in another process.
 
         Raises:
-            ValueError: If an entry is damaged. Nothing has changed then.
+            CheckpointError: If an entry is damaged. Nothing has changed then.
         """
         if state:
             warn(f"the state of {shown(list(state))} outside tensors is ignored, because the model has no such place")

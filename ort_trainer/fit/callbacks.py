@@ -10,6 +10,7 @@ from typing import Any
 
 from ..core.errors import check_count, shown
 from ..runs import CheckpointManager
+from ..runs.checks import entry, number, optional, text, whole
 from ..runs.trainer import Trainer
 from .state import FitState
 
@@ -79,6 +80,9 @@ class Callback:
         """Returns the callback's state for checkpoints."""
         return {}
 
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Raises a ``CheckpointError`` for a damaged state, before anything is restored."""
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores what :meth:`state_dict` returned."""
 
@@ -127,6 +131,11 @@ class _Monitor(Callback):
     def state_dict(self) -> dict[str, Any]:
         return {"monitor": self._name, "best": self.best}
 
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        where = f"the state of {type(self).__name__}"
+        entry(state, "monitor", text, where)
+        entry(state, "best", optional(number), where)
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if state["monitor"] == self._name:  # the best value of another number is meaningless
             self.best = state["best"]
@@ -169,6 +178,10 @@ class EarlyStopping(_Monitor):
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "waited": self.waited}
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        super().check_state(state)
+        entry(state, "waited", whole, "the state of EarlyStopping")
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)

@@ -17,8 +17,10 @@ import torch
 from ..core.errors import CheckpointError, check_count, shown, was_given
 from ..core.interrupts import uninterrupted
 from ..runs import CheckpointManager, Position, StopSignals
+from ..runs.checks import check_place, entry
 from ..runs.position import length_of, own_place
 from ..runs.trainer import Trainer
+from ..state import read_user_dict
 from .callbacks import Callback, Checkpoints, ManagedCheckpoints
 from .loggers import Progress
 from .metrics import Metrics
@@ -26,7 +28,8 @@ from .state import EPOCH_COLUMNS, FitState
 
 __all__ = ["fit"]
 
-Load = Callable[[Trainer], dict[str, Any] | None]
+Check = Callable[[Mapping[str, Any]], None]
+Load = Callable[[Trainer, Check], dict[str, Any] | None]
 _KEY = "fit"
 _END = object()
 _ONCE = "pass a list of batches or a DataLoader, not empty and iterable more than once"
@@ -309,20 +312,41 @@ class _Fit:
 
     def load(self, load: Load) -> None:
         """Restores the trainer, callbacks and random state, if there is a checkpoint."""
-        user_dict = load(self.trainer)
+        user_dict = load(self.trainer, self.check)
         if user_dict is None:
             return
+        kept = user_dict[_KEY]
+        self.take_place(kept)
+        for name, callback in self.named():
+            if name in kept["callbacks"]:
+                callback.load_state_dict(kept["callbacks"][name])
+        self.call("on_load_checkpoint", user_dict)
+
+    def check(self, user_dict: Mapping[str, Any]) -> None:
+        """Checks a checkpoint before anything is restored.
+
+        Raises:
+            CheckpointError: If it was not saved by a fit, or is damaged.
+            ValueError: If it has more epochs than this fit.
+        """
         kept = user_dict.get(_KEY)
         if not isinstance(kept, Mapping):
             raise CheckpointError(
                 "the checkpoint was not saved by fit(), so it has no position to resume from: to start with its "
                 "weights, call trainer.load_checkpoint(path), then fit() without resume"
             )
-        self.take_place(kept)
+        others, callbacks = kept.get("others", []), entry(kept, "callbacks", lambda value, _: value, _KEY)
+        if not isinstance(others, list) or not isinstance(callbacks, Mapping):
+            raise CheckpointError(f"the other processes and the callbacks of {_KEY!r} must be a list and a dict")
+        entry(kept, "state", FitState.check_state, _KEY)
+        entry(kept["state"], "history", lambda value, _: value, f"{_KEY}['state']")
+        self.state.check_epochs(kept["state"])
+        for at, place in enumerate([kept, *others]):
+            entry(place, "state", FitState.check_state, f"the place {at} of {_KEY!r}")
+            check_place(_position(kept, place), f"the place {at} of {_KEY!r}", None)
         for name, callback in self.named():
-            if name in kept["callbacks"]:
-                callback.load_state_dict(kept["callbacks"][name])
-        self.call("on_load_checkpoint", user_dict)
+            if name in callbacks:
+                callback.check_state(callbacks[name])
 
     def take_place(self, kept: Mapping[str, Any]) -> None:
         """Restores the position of this process; an additional process starts with its own random states."""
@@ -391,8 +415,8 @@ def _to_resume(resume: Any, checkpoints: Checkpoints | ManagedCheckpoints | None
     manager = checkpoints.manager if isinstance(checkpoints, ManagedCheckpoints) else None
     if isinstance(resume, (str, os.PathLike)):
         if manager is not None:
-            return lambda trainer: manager.resume(trainer, path=resume)
-        return lambda trainer: trainer.load_checkpoint(resume)
+            return lambda trainer, check: manager.resume(trainer, path=resume, check=check)
+        return lambda trainer, check: _checked(trainer, resume, check)
     if not isinstance(resume, bool):
         raise TypeError(f"resume must be True, False or the path of a checkpoint, but {shown(resume)} was given")
     if checkpoints is None:
@@ -402,13 +426,20 @@ def _to_resume(resume: Any, checkpoints: Checkpoints | ManagedCheckpoints | None
     if isinstance(checkpoints, Checkpoints):
         last = checkpoints.last
         if resume and last.exists():
-            return lambda trainer: trainer.load_checkpoint(last)
+            return lambda trainer, check: _checked(trainer, last, check)
         checkpoints.check_overwrite()
         return None
     if resume:
-        return checkpoints.manager.resume
+        latest = checkpoints.manager
+        return lambda trainer, check: latest.resume(trainer, check=check)
     checkpoints.manager.check_overwrite()
     return None
+
+
+def _checked(trainer: Trainer, path: str | os.PathLike[str], check: Check) -> dict[str, Any]:
+    """Loads a checkpoint whose user dict passes a check."""
+    check(read_user_dict(path))
+    return trainer.load_checkpoint(path)
 
 
 def _inputs(batch: Any, trainer: Trainer) -> Any:

@@ -8,7 +8,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from ..core.errors import CheckpointError, shown
 from ..runs import Position
+from ..runs.checks import entry, number, optional, whole
 from ..runs.trainer import Trainer
 
 __all__ = ["EPOCH_COLUMNS", "FitState", "shown_number"]
@@ -189,16 +191,33 @@ class FitState:
             "loss_samples": self._loss_samples,
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores what :meth:`state_dict` returned.
+    @staticmethod
+    def check_state(state: Any, where: str) -> None:
+        """Checks what :meth:`state_dict` and :meth:`place` returned.
 
         Raises:
-            ValueError: If it has more epochs than ``fit`` was called with.
+            CheckpointError: If it is damaged.
         """
-        history = list(state["history"])
-        completed = state.get("completed", len(history))  # early versions had no rows but those of epochs
+        if not isinstance(state, Mapping):
+            raise CheckpointError(f"{where} must be a dict, but it is {shown(state)}")
+        for key, check in _CHECKS.items():
+            if key in state or key not in _LATER:
+                entry(state, key, check, where)
+
+    def check_epochs(self, state: Mapping[str, Any]) -> int:
+        """Returns how many epochs a state has completed.
+
+        Raises:
+            ValueError: If they are more than ``fit`` was called with.
+        """
+        completed: int = state.get("completed", len(state["history"]))  # early versions had no rows but those of epochs
         if self.epochs is not None and completed > self.epochs:
             raise ValueError(f"the checkpoint has {completed} completed epochs, but epochs is only {self.epochs}")
+        return completed
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restores what :meth:`state_dict` returned."""
+        history, completed = list(state["history"]), self.check_epochs(state)
         self.history, self.completed, self.resumed = history, completed, True
         self._recorded = state.get("recorded", history[-1]["step"] if history else 0)
         self._since = state.get("since", state["batch"])
@@ -245,6 +264,34 @@ class FitState:
             widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
             lines += ["  ".join(c.rjust(width) for c, width in zip(row, widths, strict=True)) for row in rows]
         return "\n".join([*lines, *(f"{name}: {path}" for name, path in self.files.items())])
+
+
+def _check_history(rows: Any, where: str) -> None:
+    if not isinstance(rows, list):
+        raise CheckpointError(f"{where} must be a list, but it is {shown(rows)}")
+    for at, row in enumerate(rows):
+        for key in ("epoch", "step"):
+            entry(row, key, whole, f"{where}[{at}]")
+        for key in row:
+            entry(row, key, optional(number), f"{where}[{at}]")
+
+
+def _check_used(values: Any, where: str) -> None:
+    if not isinstance(values, list) or len(values) != 2:
+        raise CheckpointError(f"{where} must be two numbers, but it is {shown(values)}")
+    for value in values:
+        optional(number)(value, where)
+
+
+_CHECKS: dict[str, Callable[[Any, str], Any]] = {
+    **dict.fromkeys(("batch", "loss_samples", "since", "completed", "recorded"), whole),
+    "batches": optional(whole),
+    "loss_sum": number,
+    "history": _check_history,
+    "used": _check_used,
+}
+# Early versions did not write them, and other processes' places have only part of the state.
+_LATER = ("since", "completed", "recorded", "history", "used")
 
 
 def shown_number(value: Any) -> str:

@@ -23,6 +23,7 @@ from ..state.state import State
 from ..state.state_dict import to_state_dict
 from ..train import state as training_state
 from ..train.state import copied
+from . import checks
 from .position import Position, own_place, restore
 from .trainer import Trainer
 
@@ -203,7 +204,11 @@ class CheckpointManager:
         return self._path(trainer)
 
     def resume(
-        self, trainer: Trainer, position: Position | None = None, path: str | os.PathLike[str] | None = None
+        self,
+        trainer: Trainer,
+        position: Position | None = None,
+        path: str | os.PathLike[str] | None = None,
+        check: Callable[[Mapping[str, Any]], object] | None = None,
     ) -> dict[str, Any] | None:
         """Restores the newest intact checkpoint; skips damaged ones with a warning that gives the reason.
 
@@ -214,6 +219,8 @@ class CheckpointManager:
             position: The position in the data to restore; without it, only the trainer and the random states of
                 PyTorch, NumPy and Python are restored.
             path: A particular checkpoint to restore instead, such as :attr:`best`.
+            check: Gets the user's dict before anything is restored; a ``CheckpointError`` that it raises refuses the
+                file.
 
         Returns:
             The user's dict; None if there is no checkpoint.
@@ -239,7 +246,7 @@ class CheckpointManager:
         for name in names:
             file = self.directory / name if path is None else Path(name)
             try:
-                user = self._load(trainer, position, file)
+                user = self._load(trainer, position, file, check)
             except (CheckpointError, FileNotFoundError) as error:  # another process may have just removed it
                 if path is not None:
                     raise
@@ -361,7 +368,13 @@ class CheckpointManager:
             if entry not in kept:
                 entry.path.unlink(missing_ok=True)
 
-    def _load(self, trainer: Trainer, position: Position | None, path: Path) -> dict[str, Any]:
+    def _load(
+        self,
+        trainer: Trainer,
+        position: Position | None,
+        path: Path,
+        check: Callable[[Mapping[str, Any]], object] | None,
+    ) -> dict[str, Any]:
         """Restores a checkpoint and the position in the data; fails in all processes if it fails in one."""
         if trainer.world_size > 1:
             _check_in_all(trainer, path)
@@ -369,6 +382,8 @@ class CheckpointManager:
         failure: Exception | None = None
         try:
             place = _place(path, trainer, position)
+            if check is not None:
+                check(*read_parts(path, "user"))
         except (CheckpointError, ValueError, OSError) as error:
             failure = error
         _agree(trainer, failure, {})
@@ -400,7 +415,11 @@ def _place(path: Path, trainer: Trainer, position: Position | None) -> Mapping[s
     """Returns the saved position of this process; empty if it was not saved and no position is to be restored."""
     (kept,) = read_parts(path, _POSITION)
     places, rank = kept.get("places", []), trainer.world_rank
+    if not isinstance(places, list):
+        raise CheckpointError(f"{str(path)!r} is damaged: the positions in the data must be a list")
     try:
+        for at, place in enumerate(places):
+            checks.check_place(place, f"places[{at}]", None)
         if position is None:
             return places[rank] if rank < len(places) else {}
         place = own_place(places, rank, trainer.world_size, position.loader)
@@ -440,9 +459,10 @@ def _described(path: Path) -> SavedCheckpoint | None:
         (run,) = read_parts(path, _RUN)
         if not run:
             return None
-        metrics = {str(name): float(value) for name, value in run["metrics"].items()}
-        between_epochs = bool(run.get("between_epochs", True))  # early versions did not write it
-        return SavedCheckpoint(path, int(run["step"]), int(run["number"]), metrics, between_epochs)
+        metrics = {str(name): checks.number(value, str(name)) for name, value in run["metrics"].items()}
+        between_epochs = run.get("between_epochs", True) is True  # early versions did not write it
+        step, count = (checks.entry(run, key, checks.whole, "run") for key in ("step", "number"))
+        return SavedCheckpoint(path, step, count, metrics, between_epochs)
     except (CheckpointError, KeyError, TypeError, ValueError, AttributeError):
         return None
 

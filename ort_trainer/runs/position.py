@@ -13,6 +13,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Seque
 from ..core import epochs
 from ..core.errors import CheckpointError, shown
 from ..train.state import copied
+from .checks import check_place
 
 __all__ = ["Position", "length_of", "own_place", "restore"]
 
@@ -229,8 +230,10 @@ class Position:
         """Checks that :meth:`load_state_dict` can restore a state.
 
         Raises:
+            CheckpointError: If the state is damaged.
             ValueError: If the loader does not match the one that the state was saved with.
         """
+        check_place(state, "the position in the data", list(_generators(self.loader)))
         now, then = length_of(self.loader), state["batches"]
         if state["batch"] and now != then:
             raise ValueError(

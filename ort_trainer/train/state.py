@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from ..core.errors import DistributedError, shown, warn
+from ..core.errors import CheckpointError, DistributedError, shown, warn
 from ..core.interrupts import uninterrupted
 from ..core.optimizer_keys import STEP, UPDATE_COUNT
 from ..core.sealed import digest
@@ -291,7 +291,7 @@ def _unstored(name: str, entry: Mapping[str, Any]) -> dict[str, Any]:
         pairs = zip(tensors, entry["dtypes"], strict=True)
         return {"value": entry["value"], "tensors": [value.to(getattr(torch, dtype)) for value, dtype in pairs]}
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"state_dict[outside][{name}] is damaged: {shown(entry)}") from error
+        raise CheckpointError(f"state_dict[outside][{name}] is damaged: {shown(entry)}") from error
 
 
 def _check_equal(restored: State, strategy: Strategy) -> None:

@@ -176,6 +176,7 @@ def test_what_was_wrong_once(case: Case) -> None:
             34100432, "refused", id="what a checkpoint changes back, which PyTorch's second run does not reach"
         ),
         pytest.param(31000309, "equal", id="a slot that is assigned what it has"),
+        pytest.param(37000170, "equal", id="a tuple that is assigned what it has"),
         pytest.param(16000651, "refused", id="an object in an array that the run replaces"),
         pytest.param(18000210, "equal", id="a function with defaults that one without replaces"),
         pytest.param(19000245, "equal", id="a function with attributes that a builtin function replaces"),

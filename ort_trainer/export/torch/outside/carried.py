@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ....core.errors import shown, warn
+from ....core.errors import CheckpointError, shown, warn
 from .containers import CHANGEABLE, refill
 from .leftovers import Code, decode, encode
 from .notes import Notes
@@ -75,7 +75,7 @@ class CarriedState:
         """Takes what :meth:`collect` has returned; it is put in place as soon as an export has named the places.
 
         Raises:
-            ValueError: If an entry is damaged. Nothing has changed then.
+            CheckpointError: If an entry is damaged. Nothing has changed then.
         """
         checked = {}
         for name, entry in state.items():
@@ -83,7 +83,7 @@ class CarriedState:
                 code, tensors = entry["value"], list(entry["tensors"])
                 _check(code, len(tensors))
             except (IndexError, KeyError, TypeError, ValueError) as error:
-                raise ValueError(f"state_dict[outside][{name}] is damaged: {shown(entry)}") from error
+                raise CheckpointError(f"state_dict[outside][{name}] is damaged: {shown(entry)}") from error
             checked[name] = code, tensors
         self._waiting = checked
         self.put()

@@ -25,7 +25,7 @@ from .notes import Notes
 from .numbers import Expression, Growing, Number, Uses, places_of, text_of
 from .output import position_of
 from .places import MISSING, Access, Place, attributes_of, described, read, slots_of, write
-from .values import are_equal_constants, is_plain, parts_of
+from .values import are_equal_constants, is_leaf, parts_of
 
 __all__ = ["Pair", "PartsExchanged", "Recorder"]
 
@@ -285,7 +285,7 @@ class Recorder:
                 if inner in self.met.reads or inner in changed or inner in self._numbers:
                     continue
                 value = read(self._root, inner)
-                if value is not MISSING and (is_plain(value) or callable(value)):
+                if value is not MISSING and (is_leaf(value) or callable(value)):
                     self.met.reads[inner] = value
 
     def _refuse_what_no_graph_does(self) -> None:
