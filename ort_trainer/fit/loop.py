@@ -111,7 +111,7 @@ class _Fit:
     Attributes:
         position: The position in the data; callbacks see it in ``state``.
         prepared: Shapes of batches for which there is a graph.
-        batches: The remaining batches of the epoch; None before it.
+        batches: The remaining batches of the epoch.
     """
 
     trainer: Trainer
@@ -127,7 +127,7 @@ class _Fit:
 
     def __post_init__(self) -> None:
         self.prepared: set[tuple[Any, ...]] = set()
-        self.batches: Iterator[Any] | None = None
+        self.batches: Iterator[Any] = iter(())
         self.position = self.state.position = Position(self.train_loader)
         self.state.checkpoint = self.checkpoint
 
@@ -169,15 +169,15 @@ class _Fit:
     def epoch(self) -> None:
         """Trains for an epoch, or the rest of one, in parts that end with an evaluation."""
         state, consensus = self.state, self.consensus
-        self.batches = None
-        is_over = False
+        has_begun = is_over = False
         while not is_over and not state.is_complete:
             with self.trainer.join(lambda: {_KEY: self.place(), **self.position.share()}):
-                if self.batches is None:
+                if not has_begun:
+                    has_begun = True
                     self.position.begin_epoch()
                     self.call("on_train_epoch_start")
                     self.batches = self.position.load()
-                is_over = self.part(self.batches)
+                is_over = self.part()
             shares = consensus.share({**state.share(), "is_over": is_over, "has_all": state.has_all_steps})
             if state.reason or consensus.interrupted:
                 return
@@ -203,21 +203,22 @@ class _Fit:
         if is_over:
             state.next_epoch()
 
-    def part(self, batches: Iterator[Any]) -> bool:
+    def part(self) -> bool:
         """Trains until the next evaluation is due; returns whether the epoch has no more batches in this process."""
         state, consensus = self.state, self.consensus
         state.begin_clock()
         try:
             while not (state.is_due(self.eval_every) or state.has_all_steps):
-                batch = next(batches, _END)
+                batch = next(self.batches, _END)
                 if batch is _END:
                     return True
                 self.step(batch)
                 if consensus.stopped():
+                    self.batches = iter(())  # ends workers here, where their errors are expected
                     return False
             if state.batch == state.batches:  # the loader's iterator ends, and with it what it draws
-                batch = next(batches, _END)
-                self.batches = itertools.chain([batch], batches)  # if it has more than its length says
+                batch = next(self.batches, _END)
+                self.batches = itertools.chain([batch], self.batches)  # if it has more than its length says
                 return batch is _END
         except (RuntimeError, ConnectionError, EOFError) as error:
             if not consensus.has_taken_workers(error):
