@@ -13,7 +13,7 @@ import numpy as np
 import onnx
 import torch
 
-from ..core.atomic import replace_all, temporary_folder
+from ..core.atomic import explained, replace_all, temporary_folder
 from ..core.errors import CheckpointError, shown
 from ..core.sealed import DTYPES, read_header, read_tensors, write
 from ..step.onnx_file import to_proto
@@ -76,8 +76,9 @@ def save_adapter(source: Source, folder: str | os.PathLike[str]) -> None:
         array = np.ascontiguousarray(constant.numpy())
         tensors[_PREFIX + name] = (array.dtype.name, array.shape, array.reshape(-1).view(np.uint8))
     path = Path(folder)
-    path.mkdir(parents=True, exist_ok=True)
-    with temporary_folder(path.parent, path.name) as temporary:
+    with explained(path):
+        path.mkdir(parents=True, exist_ok=True)
+    with explained(path), temporary_folder(path.parent, path.name) as temporary:
         (temporary / _CONFIG).write_text(json.dumps(config, indent=2), encoding="utf-8")
         with (temporary / _WEIGHTS).open("w+b") as file:
             write(file, tensors, {"format": "pt", _BASE: adapter.base})

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from .errors import warn
 from .interrupts import uninterrupted
 
 try:
@@ -28,6 +29,7 @@ __all__ = [
     "remove_abandoned",
     "replace_all",
     "sync",
+    "sync_folder",
     "temporary_folder",
 ]
 
@@ -45,6 +47,8 @@ _WAYS_OUT = {
     errno.ENOENT: "the folder has vanished: create it again, or choose another one",
     errno.ELOOP: "it is a symbolic link that leads back to itself: remove it",
 }
+# What systems answer that can't sync a folder.
+_NO_SYNC = frozenset({errno.EINVAL, errno.EACCES, errno.EPERM, errno.EBADF, errno.EISDIR, errno.ENOSYS, errno.ENOTSUP})
 # A file is created and locked within microseconds; an older empty file was left by a killed process.
 _EMPTY_SECONDS = 60
 # Suffix of temporary folders, which tells them from the user's own folders.
@@ -145,7 +149,7 @@ def atomic_path(target: Path, like: Path | None = None) -> Iterator[Path]:
             _keep_access(temporary, _replaced(real, like))
             sync(temporary)
             temporary.replace(real)
-        sync(real.parent)
+        sync_folder(real.parent)
     finally:
         with uninterrupted():
             if handle is not None:
@@ -186,11 +190,13 @@ def replace_all(files: Iterable[tuple[Path, Path]], like: Path | None = None, re
                 raise IsADirectoryError(f"can't write {str(path)!r}: it is a folder: remove it, or choose another path")
         with uninterrupted():
             for file, real in moves:
-                file.replace(real)
+                with explained(real):
+                    file.replace(real)
             for path in removed:
-                path.unlink(missing_ok=True)
+                with explained(path):
+                    path.unlink(missing_ok=True)
         for parent in {real.parent for _, real in moves}:
-            sync(parent)
+            sync_folder(parent)
 
 
 def _replaced(real: Path, like: Path | None) -> Path | None:
@@ -324,10 +330,30 @@ def _locked(handle: int) -> int | None:
 
 
 def sync(path: Path) -> None:
-    """Waits until a file, or the entries of a folder, are on the disk; on macOS, until the disk has received them."""
-    if path.is_dir() and os.name == "nt":
-        return  # Windows can't open a folder to sync it
-    handle = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
+    """Waits until a file is on the disk; on macOS, until the disk has received it."""
+    _sync(path, os.O_RDWR)
+
+
+def sync_folder(folder: Path) -> None:
+    """Waits until the entries of a folder are on the disk, as far as the system can: the files are there anyway.
+
+    Windows, and file systems such as CIFS, VirtualBox's and some of FUSE, can't sync a folder; a folder that this user
+    may write but not read can't be opened for it.
+    """
+    if os.name == "nt":
+        return
+    try:
+        _sync(folder, os.O_RDONLY)
+    except OSError as error:
+        if error.errno not in _NO_SYNC:
+            warn(
+                f"the files in {str(folder)!r} were written, but the system can't say that they are on the disk "
+                f"({error.strerror}): check the disk before the machine is turned off"
+            )
+
+
+def _sync(path: Path, flags: int) -> None:
+    handle = os.open(path, flags)
     try:
         os.fsync(handle)
     finally:

@@ -17,10 +17,9 @@ import torch
 from ..core.errors import CheckpointError, check_count, shown, was_given
 from ..core.interrupts import uninterrupted
 from ..runs import CheckpointManager, Position, StopSignals
-from ..runs.checks import check_place, entry
+from ..runs.checks import check_place, entry, load_checked
 from ..runs.position import length_of, own_place
 from ..runs.trainer import Trainer
-from ..state import read_user_dict
 from .callbacks import Callback, Checkpoints, ManagedCheckpoints
 from .loggers import Progress
 from .metrics import Metrics
@@ -417,7 +416,7 @@ def _to_resume(resume: Any, checkpoints: Checkpoints | ManagedCheckpoints | None
     if isinstance(resume, (str, os.PathLike)):
         if manager is not None:
             return lambda trainer, check: manager.resume(trainer, path=resume, check=check)
-        return lambda trainer, check: _checked(trainer, resume, check)
+        return lambda trainer, check: load_checked(trainer, resume, check)
     if not isinstance(resume, bool):
         raise TypeError(f"resume must be True, False or the path of a checkpoint, but {shown(resume)} was given")
     if checkpoints is None:
@@ -427,7 +426,7 @@ def _to_resume(resume: Any, checkpoints: Checkpoints | ManagedCheckpoints | None
     if isinstance(checkpoints, Checkpoints):
         last = checkpoints.last
         if resume and last.exists():
-            return lambda trainer, check: _checked(trainer, last, check)
+            return lambda trainer, check: load_checked(trainer, last, check)
         checkpoints.check_overwrite()
         return None
     if resume:
@@ -435,12 +434,6 @@ def _to_resume(resume: Any, checkpoints: Checkpoints | ManagedCheckpoints | None
         return lambda trainer, check: latest.resume(trainer, check=check)
     checkpoints.manager.check_overwrite()
     return None
-
-
-def _checked(trainer: Trainer, path: str | os.PathLike[str], check: Check) -> dict[str, Any]:
-    """Loads a checkpoint whose user dict passes a check."""
-    check(read_user_dict(path))
-    return trainer.load_checkpoint(path)
 
 
 def _inputs(batch: Any, trainer: Trainer) -> Any:

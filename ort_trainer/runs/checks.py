@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -11,8 +12,10 @@ import numpy as np
 import torch
 
 from ..core.errors import CheckpointError, shown
+from ..state import read_user_dict
+from .trainer import Trainer
 
-__all__ = ["check_place", "check_random", "entry", "number", "optional", "text", "whole"]
+__all__ = ["check_place", "check_random", "entry", "load_checked", "number", "optional", "text", "whole"]
 
 # Larger integers are no counts; 2^53 is where floats, in which some of them are computed, end to be exact.
 _LARGEST = 1 << 53
@@ -57,6 +60,14 @@ def text(value: Any, where: str) -> str:
 def optional(check: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
     """Returns a check that also takes None."""
     return lambda value, where: None if value is None else check(value, where)
+
+
+def load_checked(
+    trainer: Trainer, path: str | os.PathLike[str], check: Callable[[Mapping[str, Any]], object]
+) -> dict[str, Any]:
+    """Loads a checkpoint whose user dict passes a check, and returns that dict."""
+    check(read_user_dict(path))
+    return trainer.load_checkpoint(path)
 
 
 def check_place(place: Any, where: str, generators: Sequence[torch.Generator] | None) -> None:

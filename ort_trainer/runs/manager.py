@@ -366,7 +366,13 @@ class CheckpointManager:
         kept += [entry for entry in checkpoints if entry.between_epochs][-1:]
         for entry in checkpoints:
             if entry not in kept:
-                entry.path.unlink(missing_ok=True)
+                try:
+                    entry.path.unlink(missing_ok=True)
+                except OSError as error:
+                    warn(
+                        f"the outdated checkpoint {str(entry.path)!r} can't be removed ({error.strerror}): the new one "
+                        "is saved; remove it, or let this user do so"
+                    )
 
     def _load(
         self,

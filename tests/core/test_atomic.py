@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import struct
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -261,3 +263,58 @@ def test_rotated_checkpoints_stay_private(tmp_path: Path) -> None:
             if trainer.train_step_info.step == 1:
                 path.chmod(0o600)
             assert mode(path) == "0o600"
+
+
+def failing(fail: Callable[[int], bool], number: int) -> Callable[[int], None]:
+    """Returns an ``os.fsync`` that fails on some files."""
+
+    def fsync(handle: int) -> None:
+        if fail(handle):
+            raise OSError(number, os.strerror(number))
+
+    return fsync
+
+
+def of_folder(handle: int) -> bool:
+    return stat.S_ISDIR(os.fstat(handle).st_mode)
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.EACCES, errno.ENOTSUP, errno.EIO])
+def test_a_folder_that_can_not_be_synced_fails_no_write(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CIFS, VirtualBox and FUSE refuse it; the file is there. Only an error of the disk is worth a warning."""
+    monkeypatch.setattr(os, "fsync", failing(of_folder, number))
+    with warnings.catch_warnings(record=True) as caught, atomic_path(tmp_path / "file") as temporary:
+        warnings.simplefilter("always")
+        temporary.write_text("new")
+    assert (tmp_path / "file").read_text() == "new"
+    assert ["can't say that they are on the disk" in str(each.message) for each in caught] == [True] * (
+        number == errno.EIO
+    )
+
+
+def test_a_file_that_can_not_be_synced_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("old")
+    monkeypatch.setattr(os, "fsync", failing(lambda handle: not of_folder(handle), errno.EIO))
+    with pytest.raises(OSError, match="can't write .*file"), atomic_path(tmp_path / "file") as temporary:
+        temporary.write_text("new")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"] and (tmp_path / "file").read_text() == "old"
+
+
+def test_an_outdated_checkpoint_that_can_not_be_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer, manager = mlp_trainer(), CheckpointManager(tmp_path, keep_last=1)
+    trainer.train_step(*mlp_batches(1)[0])
+    first = manager.save(trainer)
+    unlink = Path.unlink
+
+    def busy(path: Path, missing_ok: bool = False) -> None:
+        if path == first:
+            raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
+        unlink(path, missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", busy)
+    trainer.train_step(*mlp_batches(1)[0])
+    with pytest.warns(UserWarning, match="outdated checkpoint .*step-00000001.* can't be removed"):
+        second = manager.save(trainer)
+    assert second.exists() and first.exists() and manager.latest == second
