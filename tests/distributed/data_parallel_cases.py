@@ -191,7 +191,7 @@ def weighted(rank: int, size: int) -> dict[str, Any]:
 
 def fp16(rank: int, size: int) -> dict[str, Any]:
     """One micro-batch of rank 0 overflows."""
-    trainer = make(optim.AdamConfig(**ADAM), windows(mixed_precision={"enabled": True}))
+    trainer = make(optim.AdamConfig(**ADAM), windows(mixed_precision={"enabled": True, "dtype": "float16"}))
     found = updates(rank, size, trainer, lambda index, batch: trainer.train_step(*batch))
     assert trainer.loss_scaler is not None
     return found | {"loss_scale": trainer.loss_scaler.loss_scale, "scaler": str(trainer.loss_scaler.state_dict())}
