@@ -243,7 +243,7 @@ def test_what_can_not_be_written(wrong: Any, error: type[Exception], match: str,
 def test_an_interrupt_finds_both_files_old_or_both_new(
     call: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Interrupts writing a checkpoint of two files at each point where a file is synced."""
+    """Interrupts writing a checkpoint of two files at each point where a file or a folder is synced."""
     old, new = (UpstreamCheckpoint({"w": UpstreamParameter(array(3, 2) + i)}, {"epoch": i}) for i in range(2))
     path = tmp_path / "checkpoint"
     write_upstream_checkpoint(path, old, limit=0)
@@ -255,7 +255,8 @@ def test_an_interrupt_finds_both_files_old_or_both_new(
         if calls == call:
             signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr("ort_trainer.core.atomic.sync", sync)
+    for name in ("sync", "sync_folder"):
+        monkeypatch.setattr(f"ort_trainer.core.atomic.{name}", sync)
     with pytest.raises(KeyboardInterrupt):
         write_upstream_checkpoint(path, new, limit=0)
     found = read_upstream_checkpoint(path)
