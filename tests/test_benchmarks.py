@@ -230,9 +230,9 @@ def test_an_export_keeps_its_way_short(monkeypatch: pytest.MonkeyPatch) -> None:
     the names in code, generators of random numbers, conditions on values, masks of attention, sizes that depend on
     values, and kinds of kernels have stations; programs are divided with a walk that others share; where nodes come
     from, convolutions, rows, and the operators of programs, of which one makes values sizes, have files of their own;
-    so have what is watched outside tensors, what is met there, and what is left.
+    so have what is watched outside tensors, what is met there, and what is left; and where a line can be redrawn.
     """
     monkeypatch.setenv("ORT_TRAINER_CACHE", "off")
     way = importlib.import_module("way").one_export().counts_of_stations
-    assert way["hops"] <= 61, way
-    assert way["files"] <= 51, way
+    assert way["hops"] <= 62, way
+    assert way["files"] <= 52, way
