@@ -70,6 +70,7 @@ def refused(trainer: ORTTrainer, load: Callable[[], object]) -> bool:
     return False
 
 
+@pytest.mark.filterwarnings("ignore:skipping the checkpoint")
 def test_parts_of_a_manager(tmp_path: Path) -> None:
     manager, trainer, position = CheckpointManager(tmp_path / "run"), mlp_trainer(), Position(loader())
     for _ in position.epochs(1):
