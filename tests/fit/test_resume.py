@@ -352,3 +352,22 @@ def test_what_can_not_be_resumed_is_refused(tmp_path: Path) -> None:
     trainer.save_checkpoint(tmp_path / "own.ortckpt", {"epoch": 1})
     with pytest.raises(CheckpointError, match="was not saved by fit"):
         mlp_trainer().fit(train, resume=tmp_path / "own.ortckpt", progress=False)
+
+
+def test_values_of_any_kind_that_a_callback_adds(tmp_path: Path) -> None:
+    class Adds(Callback):
+        def on_validation_end(self, state: FitState, trainer: ORTTrainer) -> None:
+            values: dict[str, Any] = {"eval_flag": True, "eval_tensor": torch.tensor(0.5)}
+            state.metrics.update(values)
+
+    for epochs in (1, 2):
+        result = new_trainer().fit(
+            mlp_batches(2),
+            mlp_batches(1),
+            epochs,
+            callbacks=[Adds()],
+            checkpoints=tmp_path,
+            resume=epochs > 1,
+            progress=False,
+        )
+    assert result.resumed and [row["eval_flag"] for row in result.history] == [True, True]
