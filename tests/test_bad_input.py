@@ -392,7 +392,6 @@ QUICK = settings(
 
 @QUICK
 @given(st.dictionaries(KEYS, VALUES, max_size=5))
-@pytest.mark.filterwarnings("ignore:_internal_use.onnx_opset_version")
 def test_random_options(options: dict) -> None:
     before = repr(options)
     try:

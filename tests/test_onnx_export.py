@@ -12,9 +12,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from ort_trainer import ORTTrainer, optim
+from ort_trainer.compat.options import ORTTrainerOptions as OldOptions
 from ort_trainer.step.onnx_file import save_model, with_weights
 
-from .helpers import mlp_batches, mlp_trainer
+from .helpers import MLP, MLP_DESC, mlp_batches, mlp_trainer
 
 pytestmark = pytest.mark.engine
 
@@ -110,6 +111,38 @@ def test_weights_are_the_current_ones_and_files_are_replaced(tmp_path: Path) -> 
         trainer.save_as_onnx(tmp_path / "m.onnx")
         found = load(tmp_path / "m.onnx").run(["logits"], {"x": x.numpy(), "label": y.numpy()})[0]
         torch.testing.assert_close(torch.from_numpy(found), trainer.eval_step(x, y)[1], rtol=1e-5, atol=1e-6)
+
+
+def test_an_older_operator_set(tmp_path: Path) -> None:
+    x, y = mlp_batches(1)[0]
+    trainer = mlp_trainer({"_internal_use": {"onnx_opset_version": 13}})
+    trainer.train_step(x, y)
+    assert trainer.loop.kernels == "PyTorch's"
+    trainer.save_as_onnx(tmp_path / "m.onnx")
+    assert {entry.domain: entry.version for entry in onnx.load(tmp_path / "m.onnx").opset_import} == {"": 13}
+    found = load(tmp_path / "m.onnx").run(["logits"], {"x": x.numpy(), "label": y.numpy()})[0]
+    torch.testing.assert_close(torch.from_numpy(found), trainer.eval_step(x, y)[1], rtol=1e-5, atol=1e-6)
+
+
+class Halves(MLP):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.trunc(super().forward(x)) + torch.bitwise_not(x[:, :1].int())
+
+
+def test_what_can_not_have_the_operator_set(tmp_path: Path) -> None:
+    options = {"_internal_use": {"onnx_opset_version": 12}}
+    trainer = mlp_trainer(options, model=Halves())
+    trainer.eval_step(*mlp_batches(1)[0])
+    with pytest.raises(
+        ValueError, match=r"_internal_use.onnx_opset_version 12: .* newer are .*BitwiseNot.* Files have op"
+    ):
+        trainer.save_as_onnx(tmp_path / "m.onnx")
+    assert not list(tmp_path.iterdir())
+    old = ORTTrainer(Halves(), MLP_DESC, optim.AdamConfig(), loss_fn=F.cross_entropy, options=OldOptions(options))
+    old.eval_step(*mlp_batches(1)[0])
+    with pytest.warns(UserWarning, match="onnx_opset_version 12"):
+        old.save_as_onnx(tmp_path / "m.onnx")
+    assert onnx.load(tmp_path / "m.onnx").opset_import[0].version == 18
 
 
 def test_large_weights_go_into_a_second_file(tmp_path: Path) -> None:

@@ -499,7 +499,8 @@ def test_opset() -> None:
     model = MLP()
     reference = copy.deepcopy(model)
     optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
-    options = {"_internal_use": {"onnx_opset_version": maximum_opset()}, "utils": {"grad_norm_clip": False}}
+    opset = {"onnx_opset_version": maximum_opset()}
+    options = {"_internal_use": opset, "utils": {"grad_norm_clip": False, "kernels": "onnxruntime"}}
     trainer = mlp_trainer(options, optim.SGDConfig(lr=0.1), model)
     for _ in range(3):
         expected = F.cross_entropy(reference(X), Y)

@@ -280,17 +280,17 @@ class GraphSavePathsOptions(Section):
     """Section `debug.graph_save_paths` of the options."""
 
     model_after_graph_transforms_path: str
-    """ONNX file, written when the first training graph is built: the forward pass with the loss, extracted from the
-    training graph after all passes."""
+    """ONNX file, written when the first training graph is built, whatever kernels train: the forward pass with the
+    loss, extracted from the training graph after all passes."""
     model_with_gradient_graph_path: str
-    """ONNX file, written when the first training graph is built: the training graph with loss, outputs, gradients and
-    new buffers."""
+    """ONNX file, written when the first training graph is built, whatever kernels train: the training graph with loss,
+    outputs, gradients and new buffers."""
     model_with_training_graph_path: str
-    """ONNX file, written when the first training graph is built: the training graph with the optimizer's update as
-    nodes, one model for a complete training step."""
+    """ONNX file, written when the first training graph is built, whatever kernels train: the training graph with the
+    optimizer's update as nodes, one model for a complete training step."""
     model_with_training_graph_after_optimization_path: str
-    """ONNX file, written when the first training graph is built: the training graph as ONNX Runtime runs it, after its
-    optimizations (the update runs on PyTorch's kernels)."""
+    """ONNX file, written when the first training graph is built, whatever kernels train: the training graph as ONNX
+    Runtime runs it, after its optimizations (the update runs on PyTorch's kernels)."""
 
 
 class GraphSavePathsOptionsDict(TypedDict, total=False):
@@ -344,7 +344,8 @@ class InternalUseOptions(Section):
     extra_postprocess: Callable[[onnx.ModelProto], onnx.ModelProto] | None
     """A function `ModelProto -> ModelProto` that runs on every exported graph after the trainer's passes."""
     onnx_opset_version: int
-    """ONNX operator set of the exported graphs: 18, or a later one that the installed ONNX Runtime supports."""
+    """ONNX operator set of files and of graphs on ONNX Runtime's kernels: 18, or a later one that the installed ONNX
+    Runtime supports."""
     enable_onnx_contrib_ops: bool
     """Whether graphs may contain operators outside standard ONNX."""
 

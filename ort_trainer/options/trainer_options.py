@@ -11,7 +11,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler as TorchScheduler
 
 from ..amp import LossScaler
-from ..core.errors import warn, was_given
+from ..core.errors import was_given
 from ..engine.ort import is_session_options
 from ..optim import LRScheduler
 from .checks import conflicts, idle, respelled
@@ -25,7 +25,7 @@ __all__ = ["MINIMUM_OPSET", "ORTTrainerOptions"]
 _SCHEMA = load_schema("trainer_options")
 _DEFAULTS = {path: rules["default"] for path, rules in leaves(_SCHEMA)}
 MINIMUM_OPSET = 18
-"""The oldest operator set that PyTorch exports; options of old scripts may show an older one."""
+"""The oldest operator set of exported graphs; files are converted to the older ones that options may name."""
 
 
 class _SessionOptionsKind(type):
@@ -125,15 +125,7 @@ class ORTTrainerOptions(Options):
             errors += [message for message in idle(validator.document) if not self.tolerates(message)]
         if errors:
             raise ValueError("Invalid options: " + "; ".join(errors))
-        document = validator.document
-        opset = document["_internal_use"]["onnx_opset_version"]
-        if opset < MINIMUM_OPSET:
-            warn(
-                f"_internal_use.onnx_opset_version {opset} is older than what PyTorch exports; {MINIMUM_OPSET} is "
-                "used instead"
-            )
-            document["_internal_use"]["onnx_opset_version"] = MINIMUM_OPSET
-        Section.__init__(self, document)
+        Section.__init__(self, validator.document)
         vars(self)["_given"] = user_paths
 
     @classmethod

@@ -13,7 +13,7 @@ from onnxscript.rewriter.rules import common as rules
 
 from .emitter import Names
 
-__all__ = ["SimplifyPass", "convert_opset"]
+__all__ = ["SimplifyPass"]
 
 
 def _rule(pattern: Callable[[Any, Any, Any], Any], neutral: float) -> RewriteRule:
@@ -125,11 +125,3 @@ class _RegisterLostConstantsPass(ir.passes.InPlacePass):
                 value.const_value.name = value.name
                 graph.register_initializer(value)
         return ir.passes.PassResult(model, len(graph.initializers) > before)
-
-
-def convert_opset(model: ir.Model, opset: int) -> None:
-    """Converts a model to a higher opset in place."""
-    if model.opset_imports.setdefault("", opset) < opset:  # a graph may have no operator
-        import onnxscript.version_converter
-
-        onnxscript.version_converter.convert_version(model, opset, fallback=True)

@@ -13,12 +13,13 @@ from ..engine import Executor
 from ..optim import OptimizerConfig
 from ..optim.update import OptimizerUpdate
 from ..options import ORTTrainerOptions
+from ..options.trainer_options import MINIMUM_OPSET
 from ..step import Step
 
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-__all__ = ["check_graph_paths", "save_graphs"]
+__all__ = ["check_graph_paths", "in_requested_opset", "save_graphs"]
 
 _log = logging.getLogger(__name__)
 
@@ -59,19 +60,21 @@ def save_graphs(
         check_finite: Whether an update is skipped when gradients are not finite.
     """
     paths = options.debug.graph_save_paths.to_dict()
-    if not any(paths.values()):
-        return
     # Imported here because few users need these files, and the import takes half a second.
     from ..optim.update_writer import ParameterUpdate, with_optimizer
+    from ..step.onnx_file import to_proto
     from ..step.prune import prune
+
+    def write(model: ir.Model, path: Path) -> None:
+        path.write_bytes(to_proto(in_requested_opset(model, options)).SerializeToString())
 
     writers: dict[str, Any] = {
         # The forward pass with the loss, after all passes over the joint graph.
-        "model_after_graph_transforms_path": lambda to: _write(
+        "model_after_graph_transforms_path": lambda to: write(
             prune(step.model, [spec.name for spec in step.outputs]), to
         ),
-        "model_with_gradient_graph_path": lambda to: _write(step.model, to),
-        "model_with_training_graph_path": lambda to: _write(
+        "model_with_gradient_graph_path": lambda to: write(step.model, to),
+        "model_with_training_graph_path": lambda to: write(
             with_optimizer(
                 step,
                 {
@@ -94,12 +97,6 @@ def save_graphs(
             _log.info("wrote %s: %s", key.removesuffix("_path"), path)
 
 
-def _write(model: ir.Model, path: Path) -> None:
-    import onnx_ir as ir
-
-    path.write_bytes(ir.to_proto(model).SerializeToString())
-
-
 def _write_optimized(executor: Executor, step: Step, path: Path) -> None:
     try:
         executor.save_optimized(step, path)
@@ -108,3 +105,24 @@ def _write_optimized(executor: Executor, step: Step, path: Path) -> None:
             f"ONNX Runtime can't write its optimized graph to {str(path.parent)!r}: {error}; free space there, or "
             "choose another folder"
         ) from error
+
+
+def in_requested_opset(model: ir.Model, options: ORTTrainerOptions) -> ir.Model:
+    """Returns a model in the operator set that the options name, if that is older than the model's.
+
+    Raises:
+        ValueError: If the model has operators that are newer, unless the options tolerate it.
+    """
+    from ..step.opset import older
+
+    name = "_internal_use.onnx_opset_version"
+    if not options.is_given(name):
+        return model
+    try:
+        return older(model, options._internal_use.onnx_opset_version)
+    except ValueError as error:
+        options.refuse(
+            f"{name} {options._internal_use.onnx_opset_version}: {error}. Files have operator set {MINIMUM_OPSET} "
+            "without the option; save a checkpoint, and load it into a trainer without it"
+        )
+        return model

@@ -822,10 +822,13 @@ class TrainingLoop:
     def _rebound(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self.optimizer.rebind(tensors)
 
-    def _graph_built(self, executor: Executor, step: Step) -> None:
-        """Handles a new graph; for the first training graph, writes the files of ``debug.graph_save_paths``."""
+    def _graph_built(self, executor: Executor, step: Step, batch: Batch) -> None:
+        """Handles a new graph for a batch; for the first one that trains, writes ``debug.graph_save_paths``."""
         self.precision.name_input(step)
-        if step.training and len(executor.graphs(True)) == 1 and not self.strategy.world_rank:  # same on all ranks
+        is_asked = any(self.options.debug.graph_save_paths.to_dict().values())
+        if is_asked and step.training and len(executor.graphs(True)) == 1 and not self.strategy.world_rank:
+            # The same on all ranks. A graph of PyTorch's operators trains on; the files show it in ONNX.
+            step = step if step.programs is None else self.graphs.portable(executor, training=True, batch=batch)
             accumulate, check_finite = self.window.size > 1, self.precision.checks_finite
             save_graphs(self.options, step, executor, self.optimizer, self.config, accumulate, check_finite)
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from .debug_files import in_requested_opset
 
 if TYPE_CHECKING:
     import onnx
@@ -43,9 +46,10 @@ def current_model(loop: TrainingLoop, names: Sequence[str], for_inference: bool 
     executor = loop.started()
     users_model = loop.source.own_model({**executor.parameters, **executor.buffers}, names if for_inference else None)
     if users_model is not None:
-        return users_model
+        return in_requested_opset(users_model, loop.options)
     step = loop.start(loop.graphs.blank_batch(), False, loop.graphs.output_names).runner.step
     step = loop.graphs.portable(executor, training=False) if step.programs is not None else step
     step = (step if list(names) == [spec.name for spec in step.outputs] else step.pruned(names)).unchecked()
     others = {**executor.buffers, **executor.outside}
+    step = replace(step, stored=in_requested_opset(step.model, loop.options))
     return with_weights(step, executor.parameters, others, loop.source.trainable)

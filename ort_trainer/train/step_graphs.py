@@ -42,7 +42,7 @@ class StepGraphs:
         model_desc: The description as the user gave it, or ``"auto"``.
         device: Where training runs.
         tolerates: Called with a message if fixed sizes or ranks contradict a batch; True corrects them.
-        built: Called with every new graph, after it was added to the executor.
+        built: Called with every new graph and the batch that it was made for, after it was added to the executor.
         rebound: Called with the tensors that replaced others in the executor, by name.
         keeps_orders: Whether training graphs depend on the order of inputs in memory, as PyTorch's random numbers do.
 
@@ -61,7 +61,7 @@ class StepGraphs:
         model_desc: Mapping[str, Any] | str,
         device: torch.device,
         tolerates: Callable[[str], bool],
-        built: Callable[[Executor, Step], None],
+        built: Callable[[Executor, Step, Batch], None],
         rebound: Callable[[Mapping[str, torch.Tensor]], None],
         keeps_orders: bool,
     ) -> None:
@@ -232,18 +232,19 @@ class StepGraphs:
             plan = executor.plan(training, batch, names, backward, refused)
         return plan
 
-    def portable(self, executor: Executor, training: bool) -> Step:
-        """Returns a graph of standard ONNX operators for batches like the first, whatever kernels the executor uses.
+    def portable(self, executor: Executor, training: bool, batch: Batch | None = None) -> Step:
+        """Returns a graph of standard ONNX operators, whatever kernels the executor uses.
 
         Args:
             executor: Has the graphs; a suitable one is reused.
             training: Whether in training mode.
+            batch: What it takes is like this one, or like the first one that was given.
 
         Raises:
             RuntimeError: If the model has changed incompatibly.
             ExportError: If the model can't be exported.
         """
-        batch = self.blank_batch()
+        batch = self.blank_batch() if batch is None else batch
         self._guard(executor, batch, training)
         plan = executor.plan(training, batch, self._output_names)
         tensors = {**self._source.parameters, **self._source.buffers}
@@ -465,7 +466,7 @@ class StepGraphs:
                 Path(step.kept).unlink(missing_ok=True)
             raise
         return_freed_memory()
-        self._built(executor, step)
+        self._built(executor, step, batch)
         if training:
             begin = functools.partial(self._builder(batch).compile_later, batch.as_given(), names, step)
             self._compilations.begin(begin, functools.partial(self._add_rival, executor))

@@ -129,16 +129,6 @@ def test_old_scripts_are_warned_of_what_has_no_effect_here() -> None:
         assert any(path.rpartition(".")[2] in text for text in texts), path
 
 
-@pytest.mark.parametrize("given", [12, 17])
-def test_old_operator_sets_mean_the_oldest(given: int) -> None:
-    with pytest.warns(UserWarning, match=f"onnx_opset_version {given} is older than what PyTorch exports; 18 is used"):
-        options = ORTTrainerOptions(nested("_internal_use.onnx_opset_version", given))
-    assert options._internal_use.onnx_opset_version == 18
-    with pytest.warns(UserWarning, match="onnx_opset_version") as caught:
-        OldOptions(nested("_internal_use.onnx_opset_version", given))
-    assert caught[0].filename == __file__  # the user's line, not one of the package
-
-
 @pytest.mark.parametrize("name", refused(PROPERTY_STATES))
 def test_properties_that_are_refused_beyond_their_default(name: str) -> None:
     default, lenient, _ = REFUSED.fullmatch(PROPERTY_STATES[name]).groups()

@@ -350,10 +350,9 @@ def test_cast_strategy_is_known_by_its_enum() -> None:
 
 
 @pytest.mark.parametrize("opset", [12, 13, 14])
-def test_legacy_opsets_are_accepted_with_a_warning(opset: int) -> None:
-    with pytest.warns(UserWarning, match=f"onnx_opset_version {opset} is older"):
-        options = ORTTrainerOptions({"_internal_use": {"onnx_opset_version": opset}})
-    assert options._internal_use.onnx_opset_version == 18
+def test_legacy_opsets_are_kept(opset: int) -> None:
+    options = ORTTrainerOptions({"_internal_use": {"onnx_opset_version": opset}})
+    assert options._internal_use.onnx_opset_version == opset
 
 
 def test_is_given() -> None:

@@ -10,7 +10,7 @@ import onnx_ir as ir
 import pytest
 
 from ort_trainer.engine.ort import InferenceSession
-from ort_trainer.step.simplify import SimplifyPass, convert_opset
+from ort_trainer.step.simplify import SimplifyPass
 
 X = np.array([1.0, -2.0, np.nan, np.inf], np.float32)
 
@@ -125,11 +125,3 @@ def test_not_thoroughly_leaves_arithmetic_alone() -> None:
     found = model("n = Constant<value_float=0.>() a = Add(x, n) b = Add(x, n) y = Mul(a, b)")
     assert simplified(found, thoroughly=False) == {"Add": 2, "Mul": 1}
     assert len(found.graph.initializers) == 1
-
-
-def test_the_operator_set_is_only_ever_raised() -> None:
-    found = model("y = Exp(x)")
-    convert_opset(found, 17)
-    assert found.opset_imports[""] == 18
-    convert_opset(found, 20)
-    assert found.opset_imports[""] == 20

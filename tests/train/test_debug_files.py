@@ -36,8 +36,9 @@ def load(path: Path) -> onnxruntime.InferenceSession:
     return onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
 
 
-def test_four_files(tmp_path: Path) -> None:
-    trainer = mlp_trainer({"debug": {"graph_save_paths": in_folder(tmp_path)}})
+@pytest.mark.parametrize("kernels", ["auto", "onnxruntime"])
+def test_four_files(kernels: str, tmp_path: Path) -> None:
+    trainer = mlp_trainer({"debug": {"graph_save_paths": in_folder(tmp_path)}, "utils": {"kernels": kernels}})
     x, y = mlp_batches(1)[0]
     trainer.eval_step(x, y)
     assert not list(tmp_path.iterdir()), "there is no training graph yet"
@@ -66,6 +67,14 @@ def test_four_files(tmp_path: Path) -> None:
     before = [p.stat().st_mtime_ns for p in sorted(tmp_path.iterdir())]
     trainer.train_step(x, y)
     assert before == [p.stat().st_mtime_ns for p in sorted(tmp_path.iterdir())], "written once"
+    assert trainer.loop.kernels == ("PyTorch's" if kernels == "auto" else "ONNX Runtime's")
+
+
+def test_files_in_an_older_operator_set(tmp_path: Path) -> None:
+    options = {"debug": {"graph_save_paths": in_folder(tmp_path)}, "_internal_use": {"onnx_opset_version": 14}}
+    mlp_trainer(options).train_step(*mlp_batches(1)[0])
+    found = {key: onnx.load(tmp_path / f"{key}.onnx").opset_import[0].version for key in KEYS}
+    assert found == dict(zip(KEYS, (14, 14, 14, 18), strict=True)), "ONNX Runtime writes the last one"
 
 
 GROUP = [{"params": FIRST, "lr": 0.05}]

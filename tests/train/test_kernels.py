@@ -181,7 +181,7 @@ class Checkpointed(MLP):
 
 
 REASONS: dict[str, tuple[dict[str, Any], str]] = {
-    "opset": ({"_internal_use": {"onnx_opset_version": 19}}, "_internal_use.onnx_opset_version requires"),
+    "session": ({"session_options": onnxruntime.SessionOptions()}, "session_options requires"),
     "postprocess": ({"_internal_use": {"extra_postprocess": lambda model: None}}, "extra_postprocess requires"),
     "simplification": ({"_internal_use": {"enable_internal_postprocess": False}}, "enable_internal_postprocess False"),
 }

@@ -183,15 +183,12 @@ class TorchSource(ModelSource):
         objection = kernels.objection(torch.device(options.device.id))
         if objection or not kernels.of_pytorch:
             return objection
-        internal, debug = options._internal_use, options.debug
+        internal = options._internal_use
         set_by_user = {
             "session_options": options.session_options is not None,
             "provider_options": any(options.provider_options.values()),
             "_internal_use.extra_postprocess": internal.extra_postprocess is not None,
-            "_internal_use.enable_onnx_contrib_ops False": not internal.enable_onnx_contrib_ops,
             "_internal_use.enable_internal_postprocess False": not internal.enable_internal_postprocess,
-            "_internal_use.onnx_opset_version": options.is_given("_internal_use.onnx_opset_version"),
-            "debug.graph_save_paths": any(getattr(debug.graph_save_paths, path) for path in debug.graph_save_paths),
         }
         named = [name for name, is_given in set_by_user.items() if is_given]
         require = "requires" if len(named) == 1 else "require"

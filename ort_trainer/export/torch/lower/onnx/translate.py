@@ -37,7 +37,8 @@ from torch.utils import _pytree as pytree
 from .....core.errors import ExportError
 from .....engine.kernels import CastBeforeTransposePass, FitToKernelsPass, WidenInterfacePass
 from .....step.emitter import Names
-from .....step.simplify import SimplifyPass, convert_opset
+from .....step.opset import newer
+from .....step.simplify import SimplifyPass
 from ...capture.borrow import quiet
 from ...fx.explain import line_of_trace, source_line, way_out
 from ...fx.values import arguments_of
@@ -149,7 +150,7 @@ def to_onnx(
     stage("simplify")
     SimplifyPass(thoroughly)(model)
     lower_after(model)
-    convert_opset(model, opset)
+    newer(model, opset)
     _forget_idle_transpositions(model)
     _transpose_within_products(model)
     _name_nodes(model, operators)
