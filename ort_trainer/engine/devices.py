@@ -1,4 +1,4 @@
-"""PyTorch's devices: which one trains, and its random generator."""
+"""PyTorch's devices: which one trains, how much memory it may take, and its random generator."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["as_default_generator", "default_generator", "device_of", "resolve_device"]
+__all__ = ["as_default_generator", "default_generator", "device_of", "limit_memory", "resolve_device"]
 
 
 def resolve_device(
@@ -62,6 +62,18 @@ def resolve_device(
 def device_of(tensors: Iterable[torch.Tensor]) -> torch.device:
     """Returns the device of the first tensor; the CPU if there is none."""
     return next((value.device for value in tensors), torch.device("cpu"))
+
+
+def limit_memory(device: torch.device, limit: int) -> None:
+    """Limits what PyTorch's allocator may take of a CUDA device, for the whole process; 0 changes nothing.
+
+    Args:
+        device: The device.
+        limit: Bytes. PyTorch raises ``torch.OutOfMemoryError`` beyond them.
+    """
+    if limit:
+        total = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(limit / total, 1.0), device)
 
 
 def default_generator(device: torch.device) -> torch.Generator:

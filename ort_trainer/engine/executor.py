@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..step import Step, TensorSpec
-from .devices import default_generator
+from .devices import default_generator, limit_memory
 from .ort import make_session, providers_for, session_options
 from .programs.runner import ProgramRunner
 from .runner import Check, GraphRunner, Plan, SessionRunner, check_branches, check_failure
@@ -43,7 +43,7 @@ class Executor:
         given_options: The user's options of ONNX Runtime's sessions, used as they are; None for the package's.
         deterministic: Whether to request deterministic kernels.
         provider_options: Execution provider -> its options.
-        mem_limit: Bytes that ONNX Runtime may allocate on a CUDA device; 0 for no limit.
+        mem_limit: Bytes that PyTorch and ONNX Runtime may each allocate on a CUDA device; 0 for no limit.
         seed: Seed of the random numbers of training (dropout); None to use PyTorch's global generator.
         gradient_memory: Required memory of gradients, by parameter name; None for no requirement.
         cuda_graphs: The option ``utils.cuda_graphs``.
@@ -83,6 +83,7 @@ class Executor:
         self._given_options, self._deterministic = given_options, deterministic
         if given_options is not None:
             session_options(given_options, deterministic)  # checks them
+        limit_memory(self._device, mem_limit)
         self.providers = providers_for(self._device, provider_options or {}, mem_limit)
         self.parameters = dict(parameters)
         self.buffers = dict(buffers)

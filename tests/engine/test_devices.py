@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
 
-from ort_trainer.engine.devices import as_default_generator, default_generator, resolve_device
+from ort_trainer.engine.devices import as_default_generator, default_generator, limit_memory, resolve_device
 
 CPU = torch.device("cpu")
 
@@ -62,3 +64,13 @@ def test_a_generator_takes_the_place_of_the_default_one() -> None:
     with as_default_generator(default):
         torch.rand(2)
     assert not torch.equal(default.get_state(), before)
+
+
+def test_a_limit_is_a_part_of_the_devices_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = []
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=1 << 30))
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *given: limits.append(given))
+    device = torch.device("cuda", 1)
+    for limit in (0, 1 << 28, 1 << 31):
+        limit_memory(device, limit)
+    assert limits == [(0.25, device), (1.0, device)]
