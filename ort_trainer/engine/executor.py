@@ -577,8 +577,9 @@ class _Gradients:
 
     def restore(self, gradients: Mapping[str, torch.Tensor]) -> None:
         """Sets the present gradients; empty for none."""
+        memory = {name: self.memory(name) for name in gradients}  # all, before the first value changes
         for name, value in gradients.items():
-            self.memory(name).copy_(value)
+            memory[name].copy_(value)
         self.arrange()
         self._present = set(gradients)
         self._reset, self._used = not gradients, False

@@ -445,6 +445,7 @@ def _forward(ctx: Any, call: SizedPasses, run: Run, places: Sequence[int] | None
     """
     outputs, saved = run()
     ctx.save_for_backward(*saved)
+    ctx.identities = [_identity(value) for (given, _), value in zip(call.passes.saved, saved, strict=True) if given]
     ctx.set_materialize_grads(False)  # an output without a gradient gets None, which chooses a smaller backward pass
     ctx.call, ctx.outputs = call, _kinds(outputs)
     ctx.places = range(len(outputs)) if places is None else places
@@ -469,10 +470,31 @@ def _begin(
     pairs = zip(ctx.places, gradients, strict=True)
     gradient_of = {place: gradient for place, gradient in pairs if gradient is not None}
     backward = ctx.call.passes.backward(frozenset(gradient_of))
-    values = backward.values(ctx.saved_tensors, gradient_of, ctx.call, ctx.outputs)
+    saved = ctx.saved_tensors
+    _check_unexchanged(ctx.call.passes, saved, ctx.identities)
+    values = backward.values(saved, gradient_of, ctx.call, ctx.outputs)
     # So that the pass can free each tensor after its last use; with retain_graph=True it does nothing.
     ctx.maybe_clear_saved_tensors()
     return backward, values, gradient_of
+
+
+def _identity(value: torch.Tensor) -> tuple[int, int]:
+    return id(value), value.untyped_storage()._cdata
+
+
+def _check_unexchanged(passes: Passes, saved: Tensors, identities: Sequence[tuple[int, int]]) -> None:
+    """Checks that no parameter, buffer or input got another memory since the forward pass.
+
+    Which of both PyTorch's backward pass would read depends on the operator. If autograd, or a hook on what it saves,
+    has kept another object, that one is read.
+    """
+    given = [value for (is_given, _), value in zip(passes.saved, saved, strict=True) if is_given]
+    for value, (number, storage) in zip(given, identities, strict=True):
+        if id(value) == number and value.untyped_storage()._cdata != storage:
+            raise RuntimeError(
+                f"a parameter, buffer or input of shape {list(value.shape)} got other memory (v.data = ..., v.set_()) "
+                "between the forward and the backward pass, which needs its value: exchange it after backward()"
+            )
 
 
 def _kinds(values: Tensors) -> list[tuple[torch.Size, torch.dtype]]:

@@ -358,6 +358,8 @@ def _restore(loop: TrainingLoop, state: State) -> None:
     """Moves a checked state into the tensors of the executor and of the optimizer; frees each value after that."""
     executor, info = loop.started(), loop.info
     optimizer, tensors = loop.optimizer, {**executor.parameters, **executor.buffers}
+    if state.window is not None:  # first, as gradients may need memory
+        executor.restore_gradients({name: torch.from_numpy(value) for name, value in state.gradients.items()})
     for values in (state.parameters, state.buffers):
         for name in list(values):
             tensors[name].copy_(torch.from_numpy(values.pop(name)))
@@ -371,8 +373,6 @@ def _restore(loop: TrainingLoop, state: State) -> None:
             part = optimizer.parts.of({name: tensor_of(value)})[name]
             optimizer.slots[name][slot].copy_(part)
     optimizer.publish()
-    if state.window is not None:
-        executor.restore_gradients({name: torch.from_numpy(value) for name, value in state.gradients.items()})
     if state.random is not None:
         executor.generator.set_state(torch.from_numpy(state.random))
     loop.source.memory.publish({*executor.parameters, *executor.buffers})

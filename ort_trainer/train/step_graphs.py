@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..core.errors import ExportError, shown
+from ..core.errors import shown
 from ..engine import Executor, Plan
 from ..engine.memory import return_freed_memory
 from ..export import Builder, ModelSource
@@ -499,33 +499,33 @@ class StepGraphs:
     ) -> Step:
         """Exports the model; if that fails, the description is what it was before it was widened for this batch."""
         try:
+            self._check_sizes(batch)
             # Masks are drawn in the order of the input in memory, so only training depends on it.
             sample = batch.as_given() if training else batch
             step = self._builder(batch, portable).build(
                 sample, training, names, branching=branching, anew=bool(self._renewals)
             )
-        except BaseException as error:
-            refusal = self._refusal(batch) if isinstance(error, ExportError) else None
+        except BaseException:
             self._narrow()
-            if refusal is None:
-                raise
-            raise refusal from None
+            raise
         self._narrower = None
         return step
 
-    def _refusal(self, batch: Batch) -> ValueError | None:
-        """Returns an error if the batch has other sizes than earlier ones, and PyTorch can't run the model on it."""
+    def _check_sizes(self, batch: Batch) -> None:
+        """Checks that PyTorch can run the model on a batch whose sizes have widened the description.
+
+        An export that fails takes longer, and PyTorch keeps a thousand objects of each.
+        """
         narrower = self._narrower
         if narrower is None or not narrower.inferred:
-            return None
+            return
         try:
             self._builder(batch).reference(batch, {**self._source.parameters, **self._source.buffers})
         except Exception as error:
             pairs = zip(narrower.inputs, self.description.inputs, strict=True)
             earlier = [f"{entry.name!r} {list(entry.shape)}" for entry, now in pairs if entry != now]
             shapes = [f"{name!r} {list(value.shape)}" for name, value in batch.items()]
-            return ValueError(
+            raise ValueError(
                 f"{self._source.name} does not take a batch of these sizes, {', '.join(shapes)}; earlier batches had "
                 f"{', '.join(earlier)}: {error}"
-            )
-        return None
+            ) from None

@@ -165,3 +165,19 @@ def test_graph_round_trip(graphs: dict[bool, Step]) -> None:
         ):
             assert getattr(again, name) == getattr(graph, name), name
         assert [n.op_type for n in again.model.graph] == [n.op_type for n in graph.model.graph]
+
+
+def test_gradients_have_memory_before_any_is_restored(model: MLP, monkeypatch: pytest.MonkeyPatch) -> None:
+    executor = Executor({name: value.detach() for name, value in model.named_parameters()}, {})  # has no memory yet
+    gradients = {name: torch.ones_like(value) for name, value in executor.parameters.items()}
+    first, *_, last = gradients
+    executor.restore_gradients({first: gradients[first]})
+
+    def no_memory(like: torch.Tensor) -> torch.Tensor:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(torch, "zeros_like", no_memory)
+    with pytest.raises(torch.OutOfMemoryError):
+        executor.restore_gradients({first: 2 * gradients[first], last: gradients[last]})
+    (found,) = executor.present_gradients().values()
+    assert torch.equal(found, gradients[first])

@@ -115,6 +115,22 @@ def test_a_weight_changed_between_the_passes_is_an_error(heads: tuple[nn.Module,
             loss.backward()
 
 
+def test_memory_exchanged_between_the_passes_is_an_error(heads: tuple[nn.Module, ORTModule]) -> None:
+    _, ours = heads
+    weight, bias = ours.first.weight, ours.first.bias
+    loss = ours(X, label=Y)["loss"]
+    bias.data = bias.data + 1  # which no backward pass reads
+    loss.backward()
+    loss = ours(X, label=Y)["loss"]
+    weight.data = weight.data * 1.5
+    with pytest.raises(RuntimeError, match=r"of shape \[.*\] got other memory .* between the forward and the backward"):
+        loss.backward()
+    with torch.autograd.graph.save_on_cpu():  # keeps copies, which the backward pass reads
+        loss = ours(X, label=Y)["loss"]
+    weight.data = weight.data * 1.5
+    loss.backward()
+
+
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("training", [True, False])
 def test_without_gradients(context: Any, training: bool) -> None:

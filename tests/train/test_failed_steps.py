@@ -14,6 +14,7 @@ from torch import nn
 from ort_trainer import ORTTrainer, ORTTrainerOptions, optim
 from ort_trainer.amp import DynamicLossScaler
 from ort_trainer.engine.runner import GraphRunner
+from ort_trainer.export.torch import GraphBuilder
 from tests.helpers import assert_same_state, mlp_batches, mlp_trainer
 
 STEPS = 6
@@ -209,7 +210,10 @@ class Noisy(nn.Module):
         return self.last(x * torch.rand(x.shape[0], 1))
 
 
-def test_a_batch_of_impossible_sizes_draws_nothing() -> None:
+def test_a_batch_of_impossible_sizes_draws_nothing_and_is_not_exported(monkeypatch: pytest.MonkeyPatch) -> None:
+    exports = []
+    build = GraphBuilder.build
+    monkeypatch.setattr(GraphBuilder, "build", lambda *args, **given: exports.append(1) or build(*args, **given))
     options = ORTTrainerOptions({"utils": {"random_numbers": "pytorch_global"}})
     trainer = ORTTrainer(Noisy(), "auto", optim.SGDConfig(lr=0.1), loss_fn=F.cross_entropy, options=options)
     for x, label in mlp_batches(2):
@@ -217,4 +221,4 @@ def test_a_batch_of_impossible_sizes_draws_nothing() -> None:
         before = torch.get_rng_state()
         with pytest.raises(ValueError, match="Noisy does not take a batch of these sizes"):
             trainer.train_step(torch.cat([x, x], 1), label)
-        assert torch.equal(torch.get_rng_state(), before)
+        assert torch.equal(torch.get_rng_state(), before) and len(exports) == 1
