@@ -70,9 +70,15 @@ _WITH_ENGINE = """ with an engine:
   pip install 'ort_trainer[cuda]'    onnxruntime-training with CUDA: Linux, Python up to 3.11
   pip install 'ort_trainer[stock]'   onnxruntime: any Python and platform"""
 # Names that scripts look for in the wrong place -> the import that they need.
-_ELSEWHERE = dict.fromkeys(
-    ("OrtTrainer", "HuggingFaceTrainer"), "from ort_trainer.integrations.transformers import HuggingFaceTrainer"
-)
+_ELSEWHERE = {
+    **dict.fromkeys(
+        ("OrtTrainer", "HuggingFaceTrainer"), "from ort_trainer.integrations.transformers import HuggingFaceTrainer"
+    ),
+    **{
+        name: f"from ort_trainer.optim import {name}"
+        for name in ("AdamConfig", "AdamWConfig", "LambConfig", "LionConfig", "SGDConfig")
+    },
+}
 # A second distribution of ONNX Runtime would overwrite files of the first.
 _BESIDE_ENGINE = """, and keep the ONNX Runtime that is there:
   pip install 'ort_trainer[trainer]'"""

@@ -82,6 +82,10 @@ def _convert_folder(
     sources: Sequence[Path], target: Path, like: Path | None, to: str | None, with_optimizer: bool
 ) -> str:
     """Converts the artifacts in a folder, which can only be onnxruntime-training's."""
+    if checkpoints := sorted(map(str, sources[0].glob("*.ortckpt"))):
+        raise ValueError(
+            f"{str(sources[0])!r} is a folder of checkpoints: convert one of them, such as {checkpoints[-1]!r}"
+        )
     if len(sources) > 1 or like is not None or to not in (None, "api"):
         raise ValueError(
             f"{str(sources[0])!r} is a folder: artifacts of onnxruntime-training are converted to those of "

@@ -346,7 +346,7 @@ def check_branches(step: Step, results: dict[str, Any]) -> None:
         if bool(results.pop(name)) != value:  # only the first: in PyTorch, the model may never reach the later ones
             raise ValueBranchError(
                 f"this batch takes another branch of the model than the one in its graph: the condition is {not value} "
-                f"and the graph assumes {value}, as in the batch that it was exported for. Nothing has changed. {line}"
+                f"and the graph assumes {value}, as in the batch that it was exported for. {line}"
             )
 
 

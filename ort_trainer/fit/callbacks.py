@@ -255,6 +255,10 @@ class Checkpoints(_Saving, _Monitor):
         self.folder, self.overwrite = Path(folder), overwrite
         if self.folder.exists() and not self.folder.is_dir():
             raise NotADirectoryError(f"checkpoints must be a folder, but {str(self.folder)!r} is a file")
+        if self.folder.suffix == ".ortckpt" and not self.folder.exists():
+            raise ValueError(
+                f"checkpoints must be a folder, not a file such as {str(self.folder)!r}: the files get names"
+            )
         self.folder.mkdir(parents=True, exist_ok=True)
         self.last, self.best_path = self.folder / "last.ortckpt", self.folder / "best.ortckpt"
 

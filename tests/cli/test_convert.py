@@ -178,6 +178,7 @@ def test_what_can_not_be_converted(files: Path, run: Run, tmp_path: Path) -> Non
         ([ours, target, "--like", ours], 1, "--like has no effect"),
         ([ours, theirs, target], 1, "several sources are allowed only"),
         ([theirs, target, "--to", "upstream"], 1, "already"),
+        ([files, target], 1, f"is a folder of checkpoints: convert one of them, such as {str(ours)!r}"),
         ([tmp_path / "nothing", target], 1, "does not exist"),
         ([ours, tmp_path / "no" / "target"], 1, "does not exist"),
         ([ours], 2, "required"),

@@ -71,6 +71,8 @@ def test_attributes() -> None:
         ImportError, match="has no OrtTrainer: from ort_trainer.integrations.transformers import Hugging"
     ):
         _ = ort_trainer.OrtTrainer
+    with pytest.raises(ImportError, match="has no AdamWConfig: from ort_trainer.optim import AdamWConfig"):
+        _ = ort_trainer.AdamWConfig
     assert not hasattr(optim, "nothing") and not hasattr(ort_trainer, "nothing")
     assert meant("x", ["b", "a"], {}) == "there are a, b"
 

@@ -345,6 +345,7 @@ def test_an_interrupt_ends_it_cleanly() -> None:
         ({"labels": "z", "metrics": accuracy, "eval_loader": ...}, ValueError, "labels='z' is not an input"),
         ({"callbacks": ["bar"]}, TypeError, "a callback must be .*'bar'"),
         ({"progress": "bar"}, TypeError, "a callback must be .*'bar'"),
+        ({"checkpoints": "run.ortckpt"}, ValueError, "must be a folder, not a file such as 'run.ortckpt'"),
         ({"checkpoints": __file__}, NotADirectoryError, "must be a folder, but .*test_fit.py' is a file"),
         ({"train_loader": TensorDataset(torch.ones(2, 2))}, TypeError, r"wrap it, DataLoader\(dataset, batch_size=32"),
         ({"resume": True}, ValueError, "but checkpoints was not given"),

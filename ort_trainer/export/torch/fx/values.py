@@ -41,9 +41,9 @@ _DRAWS_NOTHING = (torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.def
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
-def refuse(node: Node, why: str) -> ExportError:
+def refuse(node: Node, why: str, way_out: str = "") -> ExportError:
     """Returns the error for an operator that no program can run."""
-    return ExportError(f"{node.target} {why}, so PyTorch's kernels can't run it: {source_line(node)}")
+    return ExportError(f"{node.target} {why}, so PyTorch's kernels can't run it: {source_line(node)}{way_out}")
 
 
 def tensors_of(node: Node) -> list[torch.Tensor]:

@@ -59,8 +59,15 @@ def partition(graph: torch.fx.Graph, apart: Collection[Node] = (), last: Collect
             continue
         if not isinstance(node.target, torch._ops.OpOverload):
             raise refuse(node, "is not a plain operator")
-        if not may_call(node.target) or is_registered_by_user(node.target):
-            raise refuse(node, "is not one of PyTorch's operators on tensors, or is registered for ONNX")
+        if is_registered_by_user(node.target):
+            raise refuse(node, "is registered for ONNX")
+        if not may_call(node.target):
+            raise refuse(
+                node,
+                "is not one of PyTorch's operators on tensors",
+                "\nChoose one of PyTorch's, as options of the library that defines it may allow, say what it computes "
+                "with ort_trainer.register_operator, or train with ORTModule, which runs such calls in PyTorch",
+            )
         if node.target._schema.is_mutable:
             raise refuse(node, "changes its arguments")
         if work >= _ENOUGH or (programs[-1] and needed_by[node] != needed_by[programs[-1][-1]]):
