@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import os
 import stat
 import time
@@ -103,6 +104,8 @@ def explained(target: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        if isinstance(error, io.UnsupportedOperation):  # it has no errno
+            error.errno = errno.ESPIPE
         if error.errno is None or str(error.strerror).startswith("can't write"):  # it has its own message
             raise
         way_out = _WAYS_OUT.get(error.errno, "try again, or write to another place")
@@ -152,8 +155,9 @@ def atomic_path(target: Path, like: Path | None = None) -> Iterator[Path]:
         sync_folder(real.parent)
     finally:
         with uninterrupted():
-            if handle is not None:
-                os.close(handle)
+            with contextlib.suppress(OSError):  # it is a lock: what was written through others is synced by now
+                if handle is not None:
+                    os.close(handle)
             if temporary is not None:
                 with contextlib.suppress(OSError):  # the original error says more; another save removes the file
                     temporary.unlink(missing_ok=True)

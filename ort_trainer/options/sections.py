@@ -45,7 +45,8 @@ class DeviceOptions(Section):
     id: str
     """Device of the training, as `torch.device` takes it: `cpu`, `cuda`, `cuda:1`, `xpu`, `mps`."""
     mem_limit: int
-    """Bytes that PyTorch, in the whole process, and ONNX Runtime may each take on a CUDA device; 0 for no limit."""
+    """Bytes that PyTorch, for the whole process, and ONNX Runtime may each allocate on a CUDA device; 0 for no limit.
+    """
 
 
 class DeviceOptionsDict(TypedDict, total=False):

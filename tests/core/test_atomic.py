@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import stat
 import struct
@@ -300,6 +301,26 @@ def test_a_file_that_can_not_be_synced_is_not_written(tmp_path: Path, monkeypatc
     with pytest.raises(OSError, match="can't write .*file"), atomic_path(tmp_path / "file") as temporary:
         temporary.write_text("new")
     assert [path.name for path in tmp_path.iterdir()] == ["file"] and (tmp_path / "file").read_text() == "old"
+
+
+def test_a_lock_that_can_not_be_closed_fails_no_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    close = os.close
+
+    def fail(handle: int) -> None:
+        is_lock = (tmp_path / "file").exists() and not of_folder(handle)
+        close(handle)
+        if is_lock:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patch, atomic_path(tmp_path / "file") as temporary:
+        temporary.write_text("new")
+        patch.setattr(os, "close", fail)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_target_without_positions_is_named(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match=r"can't write .*file'"), atomic_path(tmp_path / "file"):
+        raise io.UnsupportedOperation("File or stream is not seekable.")
 
 
 def test_an_outdated_checkpoint_that_can_not_be_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -88,7 +88,8 @@ def explain(error: Exception, exporter: str, model: str) -> str:
         what = f"{type(error).__name__}: {error}".partition("\n\n")[0]
         hint = (
             "The model must be exportable with torch.export. The usual causes of this error are control flow that "
-            "depends on the values of tensors, and calls into other libraries, such as numpy"
+            "depends on the values of tensors, and calls into other libraries, such as numpy. An ORTModule trains it "
+            "all the same: PyTorch runs what no graph can"
         )
     where = place_of_error(error) + (f"\n  which calls {inner}" if inner else "")
     return f"{exporter} could not capture {model}: {what}{where}\n{hint}"
