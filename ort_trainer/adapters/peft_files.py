@@ -135,6 +135,12 @@ def load_adapter(model: onnx.ModelProto | str | os.PathLike[str], folder: str | 
         list(paths.values()),
         [name for name in tensors if name not in pairs],
     )
+    absent = [name for name in lora.also_train if name not in loaded.parameters]
+    if absent:
+        raise ValueError(
+            f"{str(path)!r} also has the weights {absent}, which the model has not, or under other names: load it with "
+            "the model that it was trained on, or another export that keeps these names"
+        )
     is_earlier = _BASE in header.metadata and _MATRICES not in header.metadata
     if is_earlier and header.metadata[_BASE] != _digest(base, lora):
         raise ValueError(
@@ -162,12 +168,12 @@ def _paths(base: ir.Model, layers: Sequence[str], metadata: Mapping[str, str], p
     digest_of = functools.cache(lambda name: present[name].fingerprint(base.graph))
     paths: dict[str, str] = {}
     for layer in layers:
-        if layer not in digests:  # peft has saved it, or an earlier version, which may have called it as its weight
-            same = [name for name, other in present.items() if layer in (name, other.weight)]
-        elif layer in present and digest_of(layer) == digests[layer]:
+        if layer in present and digests.get(layer) in (None, digest_of(layer)):
             same = [layer]
-        else:
+        elif layer in digests:
             same = [name for name in present if digest_of(name) == digests[layer]]
+        else:  # an earlier version may have called it as its weight
+            same = [name for name, other in present.items() if layer == other.weight]
         if not same:
             raise ValueError(
                 f"{str(path)!r} is an adapter of another base: it adapts {layer!r}, and the model has no linear layer "

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import nn
 
-from ort_trainer import ORTTrainer, optim
+from ort_trainer import CheckpointError, ORTTrainer, optim
 from ort_trainer.adapters import LoRA, add_adapter, export_adapter, load_adapter, merge_adapter, save_adapter
-from ort_trainer.core.sealed import write
+from ort_trainer.core.sealed import DTYPES, read_header, read_tensors, write
 from ort_trainer.export.onnx import FOLDED_FROM
 
 from .models import LowRank, batch, classifier, exported, quantized, round_weights, tensors
@@ -415,6 +415,23 @@ def test_an_adapter_fits_other_exports_of_its_base(tmp_path) -> None:
             np.testing.assert_allclose(run(loaded, ids), expected, rtol=1e-4, atol=1e-4)
             np.testing.assert_allclose(run(merge_adapter(loaded), ids), expected, rtol=1e-4, atol=1e-4)
     assert not np.allclose(run(whole, ids), expected, atol=1e-2)
+    save_adapter(add_adapter(whole, LoRA(4, also_train=HEAD)), tmp_path / "head")
+    load_adapter(folded, tmp_path / "head")
+    with pytest.raises(
+        ValueError, match=r"also has the weights \['head.bias', 'head.weight'\], which the model has not"
+    ):
+        load_adapter(without_names(whole), tmp_path / "head")
+    weights = tmp_path / "head" / "adapter_model.safetensors"
+    with weights.open("rb") as file:
+        header = read_header(file, "head")
+        stored = {
+            name: (DTYPES[header.tensors[name].dtype], header.tensors[name].shape, data)
+            for name, data in read_tensors(file, header, "head", header.tensors).items()
+        }
+    with weights.open("w+b") as file:
+        write(file, stored, {"format": "pt", "ort_trainer.matrices": "[1]"})
+    with pytest.raises(CheckpointError, match=r"damaged: its ort_trainer.matrices are '\[1\]'"):
+        load_adapter(whole, tmp_path / "head")
 
 
 def test_layers_with_equal_matrices_are_told_by_name_or_not_at_all(tmp_path) -> None:
