@@ -167,6 +167,11 @@ def main(arguments: Sequence[str] | None = None) -> Result:
     parser.add_argument("--out", type=Path, default=Path("out/adapters"), help="folder of the results")
     parser.add_argument("--steps", type=int, default=500, help="batches for each of the two styles")
     options = parser.parse_args(arguments)
+    if not hasattr(onnxruntime, "LoraAdapter"):
+        raise SystemExit(
+            f"onnxruntime {onnxruntime.__version__} can't serve adapters: this example needs 1.20 or newer. In a "
+            "clone, 'make demo-adapters' installs it; elsewhere, install 'ort_trainer[stock]' in another environment."
+        )
     out: Path = options.out
     out.mkdir(parents=True, exist_ok=True)
     data = texts()

@@ -71,6 +71,13 @@ def test_adapters(tmp_path: Path) -> None:
     assert len({*found.samples.values()}) == 2
 
 
+def test_adapters_asks_first_for_an_engine_that_serves_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(onnxruntime, "LoraAdapter", raising=False)
+    with pytest.raises(SystemExit, match=r"can't serve adapters: this example needs 1.20 or newer. .* demo-adapters"):
+        importlib.import_module("adapters").main(["--out", str(tmp_path / "out")])
+    assert not (tmp_path / "out").exists()
+
+
 def test_what_the_browser_trains_from(tmp_path: Path) -> None:
     """Checks that the page's files are written; `make test-browser` trains with them in a browser."""
     browser = ROOT / "examples" / "browser"

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import ast
+import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import onnx_ir as ir
 
+from ..core.sealed import digest
+from ..export.onnx import FOLDED_FROM, float_name
 from ..step.emitter import Names
 
 __all__ = ["LinearLayer", "linear_layers", "read_by_layers_alone"]
@@ -16,7 +19,7 @@ _STANDARD = ("", "ai.onnx")
 # The key where torch.onnx (dynamo=True) records the paths of the modules around a node, outermost first.
 _SCOPES = "pkg.torch.onnx.name_scopes"
 # Nodes that lead from a stored weight to the matrix of a product.
-_OF_WEIGHTS = ("Transpose", "Cast", "Identity", "DequantizeLinear")
+_OF_WEIGHTS = ("Transpose", "Cast", "Identity", "QuantizeLinear", "DequantizeLinear")
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,8 @@ class LinearLayer:
         in_features: The size of the last dimension of x.
         out_features: The size of the last dimension of y.
         dtype: The type of x.
-        is_quantized: Whether the initializer stores integers.
+        scales: The scales and zero points by which W is quantized.
+        is_quantized: Whether the initializer stores integers, or is rounded to integers.
         is_transposed: Whether it has the shape (out, in).
     """
 
@@ -42,8 +46,19 @@ class LinearLayer:
     in_features: int
     out_features: int
     dtype: ir.DataType
+    scales: tuple[ir.Value, ...]
     is_quantized: bool
     is_transposed: bool
+
+    def fingerprint(self, graph: ir.Graph) -> str:
+        """Returns a digest of W, which is the same whether the initializer stores it transposed or not."""
+        stored, *scales = (value.const_value for value in (graph.initializers[self.weight], *self.scales))
+        assert stored is not None
+        weight = stored.numpy() if self.is_transposed else stored.numpy().T
+        arrays = [weight, *(scale.numpy().reshape(-1) for scale in scales if scale is not None)]
+        return digest(
+            ("", (array.dtype.name, array.shape, np.frombuffer(array.tobytes(), np.uint8))) for array in arrays
+        )
 
     @property
     def input(self) -> ir.Value:
@@ -67,14 +82,14 @@ def linear_layers(model: ir.Model, without: Collection[str] = ()) -> list[Linear
         stored = _stored(node, model.graph)
         if stored is None or stored[0].name in without:
             continue
-        initializer, is_transposed, dtype, sizes = stored
+        initializer, is_transposed, dtype, sizes, scales = stored
         weight = str(initializer.name)
         added = _added_bias(node.outputs[0])
         if weight not in names:
             bias = node.inputs[2] if node.op_type == "Gemm" and len(node.inputs) > 2 else added and added[1]
             # torch.onnx merges equal initializers, so a bias of several nodes may have another layer's name.
-            path = _path(node, weight, str(bias.name) if bias is not None and len(bias.uses()) == 1 else "")
-            names[weight] = unused.unique(path)
+            bias_name = str(bias.name) if bias is not None and len(bias.uses()) == 1 else ""
+            names[weight] = unused.unique(_path(node, initializer, bias_name))
         layers.append(
             LinearLayer(
                 names[weight],
@@ -83,15 +98,18 @@ def linear_layers(model: ir.Model, without: Collection[str] = ()) -> list[Linear
                 node.outputs[0] if added is None else added[0],
                 *sizes,
                 dtype,
-                not _is_float(initializer),
+                scales,
+                bool(scales) or not _is_float(initializer),
                 is_transposed,
             )
         )
     return layers
 
 
-def _stored(node: ir.Node, graph: ir.Graph) -> tuple[ir.Value, bool, ir.DataType, tuple[int, int]] | None:
-    """Returns the stored weight of a product, whether it is transposed, the type of x, and the sizes (in, out).
+def _stored(
+    node: ir.Node, graph: ir.Graph
+) -> tuple[ir.Value, bool, ir.DataType, tuple[int, int], tuple[ir.Value, ...]] | None:
+    """Returns the stored weight of a product, whether it is transposed, the type of x, the sizes (in, out), and scales.
 
     None if the node is no product with a weight of two dimensions.
     """
@@ -100,13 +118,14 @@ def _stored(node: ir.Node, graph: ir.Graph) -> tuple[ir.Value, bool, ir.DataType
         if packed is None or scales is None or packed.const_value is None or scales.const_value is None:
             return None
         sizes = node.attributes.get_int("K", 0), node.attributes.get_int("N", 0)
-        return packed, True, scales.const_value.dtype, sizes
+        return packed, True, scales.const_value.dtype, sizes, _present(node.inputs[2:])
     if node.domain not in _STANDARD or node.op_type not in ("MatMul", "Gemm"):
         return None
     if node.attributes.get_int("transA", 0) or node.inputs[0] is None or node.inputs[0].is_initializer():
         return None
     is_transposed = bool(node.attributes.get_int("transB", 0))
     value, dtype = node.inputs[1], None
+    of_scales: tuple[ir.Value, ...] = ()
     while value is not None and value.const_value is None:
         maker = value.producer()
         if maker is None or maker.op_type not in _OF_WEIGHTS or maker.domain not in _STANDARD:
@@ -117,6 +136,7 @@ def _stored(node: ir.Node, graph: ir.Graph) -> tuple[ir.Value, bool, ir.DataType
             is_transposed = not is_transposed
         if dtype is None:
             dtype = _type_of_result(maker)
+        of_scales += _present(maker.inputs[1:])
         value = maker.inputs[0]
     if value is None or value.const_value is None or value.name not in graph.initializers:
         return None
@@ -124,7 +144,11 @@ def _stored(node: ir.Node, graph: ir.Graph) -> tuple[ir.Value, bool, ir.DataType
     if len(shape) != 2:
         return None
     sizes = (shape[1], shape[0]) if is_transposed else (shape[0], shape[1])
-    return value, is_transposed, dtype or value.const_value.dtype, sizes
+    return value, is_transposed, dtype or value.const_value.dtype, sizes, of_scales
+
+
+def _present(values: Sequence[ir.Value | None]) -> tuple[ir.Value, ...]:
+    return tuple(value for value in values if value is not None)
 
 
 def _type_of_result(node: ir.Node) -> ir.DataType | None:
@@ -150,21 +174,27 @@ def _added_bias(product: ir.Value) -> tuple[ir.Value, ir.Value] | None:
     return (node.outputs[0], bias) if is_bias and bias is not None else None
 
 
-def _path(node: ir.Node, weight: str, bias: str) -> str:
-    """Returns the path of a layer: from its weights' names, from where torch.onnx says, or from the node's name."""
-    path = _without_last(weight.removesuffix(".int8").removesuffix(".int4"))  # as quantize() writes them
+def _path(node: ir.Node, weight: ir.Value, bias: str) -> str:
+    """Returns the path of a layer: from its weights' names, from where exporters record it, or from the node's name."""
+    name = float_name(str(weight.name))
+    path = _without_last(name)
     if path:
         return path
-    if _SCOPES in node.metadata_props:
-        # The last scope is the node itself.
-        paths = [scope for scope in ast.literal_eval(node.metadata_props[_SCOPES])[:-1] if scope]
-        if paths:
-            return str(paths[-1])
-    path = _without_last(bias)
+    # The last scope is the node itself.
+    paths = [scope for scope in _strings(node.metadata_props.get(_SCOPES, ""))[:-1] if scope]
+    if paths:
+        return paths[-1]
+    recorded = _strings(weight.metadata_props.get(FOLDED_FROM, ""))
+    path = _without_last(recorded[0] if len(recorded) == 1 else "") or _without_last(float_name(bias))
     if path:
         return path
     folders = str(node.name or "").strip("/").split("/")
-    return ".".join(folders[:-1]) if len(folders) > 1 else weight
+    return ".".join(folders[:-1]) if len(folders) > 1 else name
+
+
+def _strings(text: str) -> list[str]:
+    """Returns the strings in the representation of a list."""
+    return re.findall("'([^']*)'", text)
 
 
 def _without_last(name: str) -> str:

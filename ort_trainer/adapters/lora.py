@@ -5,10 +5,10 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ..core.errors import check_count, shown
+from ..core.errors import check_count, shown, warn
 
 __all__ = ["LoRA", "matching"]
 
@@ -33,8 +33,10 @@ class LoRA:
         alpha: The numerator of the scale.
         dropout: The probability of dropping an element of x before A, in training.
         targets: The layers: ``"attention"`` for those that make queries, keys and values, by the names that common
-            models give them; ``"linear"`` for all; another str is a regular expression that matches whole paths, as
-            ``r"encoder\\.layer\\.\\d+\\..*"``; a sequence lists paths or their last parts, as ``["q_proj", "v_proj"]``.
+            models give them; ``"linear"`` for all that are not smaller than the rank; another str is a regular
+            expression that matches whole paths, as ``r"encoder\\.layer\\.\\d+\\..*"``; a sequence lists paths or their
+            last parts, as ``["q_proj", "v_proj"]``.
+        exclude: Layers among these that get no adapter, written in the same way.
         also_train: Names of weights of the base to train as well and to store with the adapter, such as those of a
             new classifier.
 
@@ -47,6 +49,7 @@ class LoRA:
     dropout: float = 0.0
     targets: str | Sequence[str] = "attention"
     also_train: Sequence[str] = ()
+    exclude: str | Sequence[str] = ()
 
     def __post_init__(self) -> None:
         check_count("rank", self.rank)
@@ -58,9 +61,9 @@ class LoRA:
                 raise ValueError(f"{name} must be finite, but {value} was given")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout must be at least 0 and less than 1, but {self.dropout} was given")
-        for name in ("targets", "also_train"):
+        for name in ("targets", "also_train", "exclude"):
             value = getattr(self, name)
-            if name == "targets" and isinstance(value, str):
+            if name != "also_train" and isinstance(value, str):
                 continue
             names = tuple(value) if isinstance(value, Iterable) and not isinstance(value, str) else (None,)
             if not all(isinstance(entry, str) for entry in names):
@@ -74,22 +77,56 @@ class LoRA:
         """The factor of the product."""
         return self.alpha / self.rank
 
-    def chosen(self, layers: Sequence[str]) -> list[str]:
-        """Returns the layers among some that get an adapter; see :func:`matching`."""
-        return matching(self.targets, layers)
+    def chosen(
+        self, sizes: Mapping[str, tuple[int, int]], aliases: Mapping[str, Sequence[str]] | None = None, remark: str = ""
+    ) -> list[str]:
+        """Returns the layers that get an adapter. A warning names those that ``"linear"`` skips as too small.
+
+        Args:
+            sizes: The path of each linear layer -> its numbers of input and output features.
+            aliases: Other names of layers, see :func:`matching`.
+            remark: What the user should know of the model if a target matches nothing.
+
+        Raises:
+            ValueError: If a target matches nothing, nothing is left, or the rank is beyond the size of a layer.
+        """
+        targeted = matching(self.targets, list(sizes), "targets", aliases, remark)
+        excluded = matching(self.exclude, list(sizes), "exclude", aliases, remark) if self.exclude else []
+        layers = [layer for layer in targeted if layer not in excluded]
+        if not layers:
+            raise ValueError(f"exclude={shown(self.exclude)} leaves none of the layers {shown(targeted)}")
+        small = [layer for layer in layers if min(sizes[layer]) < self.rank]
+        if small and (self.targets != "linear" or small == layers):
+            inputs, outputs = sizes[small[0]]
+            raise ValueError(
+                f"rank {self.rank} is beyond the size of {small[0]!r}, a layer from {inputs} to {outputs} features: "
+                f"use at most {min(inputs, outputs)}, or leave out what is smaller with exclude={small}"
+            )
+        if small:
+            warn(f"no adapter is added to {small}, which have fewer features than the rank {self.rank}")
+        return [layer for layer in layers if layer not in small]
 
 
-def matching(targets: str | Sequence[str], layers: Sequence[str], argument: str = "targets") -> list[str]:
+def matching(
+    targets: str | Sequence[str],
+    layers: Sequence[str],
+    argument: str = "targets",
+    aliases: Mapping[str, Sequence[str]] | None = None,
+    remark: str = "",
+) -> list[str]:
     """Returns the layers that some targets name, as in :class:`LoRA`.
 
     Args:
         targets: What the user has given.
         layers: The paths of all linear layers.
         argument: What the user has given it as.
+        aliases: The path of a layer -> other names that a target may have, those of its node and weight.
+        remark: What the user should know of the model if a target matches nothing.
 
     Raises:
         ValueError: If a target matches nothing, or is no regular expression.
     """
+    names = {layer: (layer, *(aliases or {}).get(layer, ())) for layer in layers}
     if targets == "linear":
         chosen, missing = list(layers), [] if layers else ["linear"]
     elif targets == "attention":
@@ -100,28 +137,29 @@ def matching(targets: str | Sequence[str], layers: Sequence[str], argument: str 
             pattern = re.compile(targets)
         except re.error as error:
             raise ValueError(f"{argument} {targets!r} is no regular expression: {error}") from None
-        chosen = [layer for layer in layers if pattern.fullmatch(layer)]
+        chosen = [layer for layer in layers if any(map(pattern.fullmatch, names[layer]))]
         missing = [] if chosen else [targets]
     else:
-        chosen = [layer for layer in layers if any(_names(target, layer) for target in targets)]
-        missing = [target for target in targets if not any(_names(target, layer) for layer in layers)]
+        chosen = [layer for layer in layers if any(_names(target, names[layer]) for target in targets)]
+        missing = [target for target in targets if not any(_names(target, names[layer]) for layer in layers)]
     if missing:
         raise ValueError(
-            f"{argument} names {missing}, which match no linear layer. {_nearest(missing, layers)}Use paths or last "
-            "parts of them, a regular expression, 'attention' or 'linear'"
+            f"{argument} names {missing}, which match no linear layer. {_nearest(missing, names)}{remark}".rstrip()
         )
     return chosen
 
 
-def _names(target: str, layer: str) -> bool:
-    """Returns whether a target names a layer: it is its path, or the end of it."""
-    return layer == target or layer.endswith("." + target)
+def _names(target: str, names: Iterable[str]) -> bool:
+    """Returns whether a target is one of a layer's names, or the end of its path."""
+    return any(name == target or name.endswith("." + target) for name in names)
 
 
-def _nearest(targets: Iterable[str], layers: Sequence[str]) -> str:
-    """Returns a sentence with the names that are most like some targets; of the last parts, if there are many."""
-    if not layers:
+def _nearest(targets: Iterable[str], names: Mapping[str, Sequence[str]]) -> str:
+    """Returns what the user can write instead: the names that are most like some targets, or all last parts."""
+    if not names:
         return "The model has no linear layer (MatMul, Gemm or MatMulNBits with a weight). "
-    names = [*layers, *dict.fromkeys(layer.rpartition(".")[2] for layer in layers)]
-    near = dict.fromkeys(n for target in targets for n in difflib.get_close_matches(target, names, _NEAREST))
-    return f"The nearest are {list(near)}. " if near else f"The model has {shown(list(layers))}. "
+    ends = list(dict.fromkeys(layer.rpartition(".")[2] for layer in names))
+    every = [*(name for of_layer in names.values() for name in of_layer), *ends]
+    near = dict.fromkeys(n for target in targets for n in difflib.get_close_matches(target, every, _NEAREST))
+    names_of_layers = f"The nearest are {list(near)}" if near else f"The model has {shown(ends)}"
+    return f"{names_of_layers}. Use paths or last parts of them, a regular expression, 'attention' or 'linear'. "

@@ -6,7 +6,8 @@ import dataclasses
 import difflib
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,8 +15,7 @@ import onnx_ir as ir
 import onnx_ir.passes.common as common_passes
 import torch
 
-from ..core.errors import ExportError, shown
-from ..core.sealed import digest
+from ..core.errors import ExportError
 from ..export.onnx import OnnxModel
 from ..step.emitter import Emitter, Names
 from ..step.onnx_file import WEIGHTS
@@ -26,9 +26,9 @@ from .onnx_models import add_initializer, editable, names_in
 __all__ = [
     "Adapter",
     "Product",
+    "adapted_layers",
     "adapter_of",
     "add_lora",
-    "fingerprint",
     "has_adapter",
     "initial_factor",
     "products",
@@ -36,6 +36,11 @@ __all__ = [
 ]
 
 _KEY = "ort_trainer.adapter"
+# Products whose operands are integers, or that are one node with others.
+_WITHOUT_LAYERS = {
+    *("MatMulInteger", "QLinearMatMul", "QGemm", "MatMulIntegerToFloat", "DynamicQuantizeMatMul", "QAttention"),
+    *("Attention", "FusedMatMul", "FusedGemm", "GemmFastGelu"),
+}
 # Before, a Dropout has no input that says whether it trains.
 _DROPOUT_OPSET = 12
 
@@ -48,13 +53,11 @@ class Adapter:
         lora: The settings.
         layers: The paths of the adapted layers.
         trained: The weights of the base that are trained as well.
-        base: The fingerprint of the base.
     """
 
     lora: LoRA
     layers: tuple[str, ...]
     trained: tuple[str, ...]
-    base: str
 
     @property
     def factors(self) -> list[str]:
@@ -83,7 +86,7 @@ def adapter_of(model: ir.Model, what: str = "the model") -> Adapter:
     try:
         entries = json.loads(model.metadata_props[_KEY])
         lora = LoRA(**entries["lora"])
-        return Adapter(lora, tuple(entries["layers"]), tuple(entries["trained"]), str(entries["base"]))
+        return Adapter(lora, tuple(entries["layers"]), tuple(entries["trained"]))
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"the metadata {_KEY!r} of {what} are damaged: {error!r}") from error
 
@@ -109,22 +112,14 @@ def add_lora(
     stored = {name: _stored(tensors, name, loaded.parameters[name].shape) for name in trained if tensors is not None}
     model = editable(loaded, trained, stored)
     layers = linear_layers(model)
-    paths = list(dict.fromkeys(layer.name for layer in layers))
-    absent = [path for path in exactly if path not in paths]
-    if absent:
-        raise ValueError(f"the adapter is of another base: it adapts {absent}, and the model has {shown(paths)}")
-    chosen = dict.fromkeys(exactly or lora.chosen(paths))
+    chosen = dict.fromkeys(exactly or _chosen(lora, layers, model))
     adapted = [layer for layer in layers if layer.name in chosen]
-    _check_sizes(adapted, lora)
-    base = fingerprint(model, trained)
     names = names_in(model)
     for name in chosen:
         of_name = [layer for layer in adapted if layer.name == name]
         _add(model, name, of_name, lora, tensors, names)
-    adapter = Adapter(lora, tuple(chosen), tuple(trained), base)
-    model.metadata_props[_KEY] = json.dumps(
-        {"lora": dataclasses.asdict(lora), "layers": adapter.layers, "trained": adapter.trained, "base": base}
-    )
+    adapter = Adapter(lora, tuple(chosen), tuple(trained))
+    model.metadata_props[_KEY] = json.dumps(dataclasses.asdict(adapter))
     recorded = json.loads(model.metadata_props[WEIGHTS])
     model.metadata_props[WEIGHTS] = json.dumps({**recorded, "trained": adapter.tensors})
     return model
@@ -147,14 +142,16 @@ def _known(name: str, loaded: OnnxModel) -> str:
     raise ValueError(f"also_train names {name!r}, but the model has no such weight: the nearest are {near}")
 
 
-def _check_sizes(layers: Sequence[LinearLayer], lora: LoRA) -> None:
-    for layer in layers:
-        largest = min(layer.in_features, layer.out_features)
-        if lora.rank > largest:
-            raise ValueError(
-                f"rank {lora.rank} is beyond the size of {layer.name!r}, a layer from {layer.in_features} to "
-                f"{layer.out_features} features: use at most {largest}, or leave it out of targets"
-            )
+def _chosen(lora: LoRA, layers: Sequence[LinearLayer], model: ir.Model) -> list[str]:
+    """Returns the paths of the layers that get an adapter."""
+    counts = Counter(node.op_type for node in model.graph if node.op_type in _WITHOUT_LAYERS)
+    nodes = ", ".join(f"{count} {op_type}" for op_type, count in counts.items())
+    remark = nodes and (
+        f"It has nodes that can't get an adapter, because they are quantized to integers or fused: {nodes}. Add the "
+        "adapter before that is done, or quantize with ort_trainer.quantize, or in QDQ format. "
+    )
+    sizes = {layer.name: (layer.in_features, layer.out_features) for layer in layers}
+    return lora.chosen(sizes, {layer.name: (str(layer.node.name), layer.weight) for layer in layers}, remark)
 
 
 def _add(
@@ -231,16 +228,6 @@ def initial_factor(part: str, shape: Sequence[int]) -> torch.Tensor:
     return tensor
 
 
-def fingerprint(model: ir.Model, without: Sequence[str] = ()) -> str:
-    """Returns a digest of a model's initializers, with their names, except some of them."""
-    tensors = ((name, value.const_value) for name, value in sorted(model.graph.initializers.items()))
-    return digest(
-        (name, (tensor.dtype.name, tuple(tensor.shape.numpy()), np.frombuffer(tensor.tobytes(), np.uint8)))
-        for name, tensor in tensors
-        if tensor is not None and name not in without
-    )
-
-
 @dataclass(frozen=True)
 class Product:
     """The nodes of an adapter at one layer.
@@ -278,6 +265,24 @@ def products(model: ir.Model, adapter: Adapter) -> Iterator[Product]:
                         raise ValueError(f"the nodes of the adapter of {layer!r} were changed by another program")
                     nodes += users
                 yield Product(layer, a, b, nodes[1], nodes[2])
+
+
+def adapted_layers(model: ir.Model, adapter: Adapter, found: Iterable[Product]) -> dict[str, list[LinearLayer]]:
+    """Returns the layers that products were added to: path of the adapter -> the layers that share it.
+
+    Raises:
+        ValueError: If another program has changed them.
+    """
+    of_output: dict[ir.Value | None, LinearLayer] = {
+        layer.output: layer for layer in linear_layers(model, without=adapter.factors)
+    }
+    layers: dict[str, list[LinearLayer]] = {}
+    for product in found:
+        base = product.total.inputs[0]
+        if base not in of_output:
+            raise ValueError(f"the layer {product.layer!r} beside an adapter was changed by another program")
+        layers.setdefault(product.layer, []).append(of_output[base])
+    return layers
 
 
 def without_products(model: ir.Model, found: Sequence[Product]) -> None:

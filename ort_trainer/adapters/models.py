@@ -16,9 +16,9 @@ from ..export.onnx.source import OnnxSource
 from ..step.onnx_file import to_proto
 from ..train.onnx_files import current_model
 from ..trainer import ORTTrainer
-from .linear_layers import LinearLayer, linear_layers, read_by_layers_alone
+from .linear_layers import read_by_layers_alone
 from .lora import LoRA
-from .lora_nodes import adapter_of, add_lora, products, without_products
+from .lora_nodes import adapted_layers, adapter_of, add_lora, products, without_products
 from .onnx_models import add_initializer, editable, names_in, read_model
 
 if TYPE_CHECKING:
@@ -84,14 +84,12 @@ def _with_peft(model: nn.Module, config: LoRA | PeftConfig) -> PeftModel:
         partly = [name for name in parameters if name.rpartition(".")[0] in whole and name not in config.also_train]
         if partly or "" in whole:
             raise ValueError(f"peft trains whole modules beside an adapter: also_train must name {partly} as well")
-        layers = {name: module for name, module in model.named_modules() if _is_linear(module) and name not in whole}
-        chosen = config.chosen(list(layers))
-        for name in chosen:
-            layer = layers[name]
-            sizes = (layer.in_features, layer.out_features) if isinstance(layer, nn.Linear) else layer.weight.shape
-            largest = min(int(size) for size in sizes)  # type: ignore[union-attr]
-            if config.rank > largest:
-                raise ValueError(f"rank {config.rank} is beyond the size of {name!r}: use at most {largest}")
+        sizes = {
+            name: (layer.in_features, layer.out_features) if isinstance(layer, nn.Linear) else tuple(layer.weight.shape)  # type: ignore[union-attr,arg-type]
+            for name, layer in model.named_modules()
+            if _is_linear(layer) and name not in whole
+        }
+        chosen = config.chosen(sizes)
         config = peft.LoraConfig(
             r=config.rank,
             lora_alpha=config.alpha,  # type: ignore[arg-type]
@@ -144,9 +142,7 @@ def merge_adapter(source: Source) -> onnx.ModelProto:
     adapter = adapter_of(model)
     found = list(products(model, adapter))
     names = names_in(model)
-    layers: dict[str, list[LinearLayer]] = {}
-    for layer in linear_layers(model, without=adapter.factors):
-        layers.setdefault(layer.name, []).append(layer)
+    layers = adapted_layers(model, adapter, found)
     for product in {product.layer: product for product in found}.values():
         of_name = layers[product.layer]
         layer = of_name[0]

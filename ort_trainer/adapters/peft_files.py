@@ -2,32 +2,35 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import torch
 
 from ..core.atomic import explained, replace_all, temporary_folder
 from ..core.errors import CheckpointError, shown
-from ..core.sealed import DTYPES, read_header, read_tensors, write
+from ..core.sealed import DTYPES, digest, read_header, read_tensors, write
 from ..step.onnx_file import to_proto
 from .linear_layers import linear_layers
 from .lora import LoRA
-from .lora_nodes import adapter_of, add_lora
+from .lora_nodes import adapted_layers, adapter_of, add_lora, products
 from .models import Source, stored_model
-from .onnx_models import read_model
+from .onnx_models import editable, read_model
 
 __all__ = ["load_adapter", "save_adapter"]
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
-_BASE = "ort_trainer.base"
+# Keys of the file's metadata: digests of the adapted matrices by layer; earlier, of all initializers.
+_MATRICES, _BASE = "ort_trainer.matrices", "ort_trainer.base"
 # Settings of peft's LoraConfig that an ONNX model can have, or that say nothing about what is computed.
 _KNOWN = {
     *("peft_type", "r", "lora_alpha", "lora_dropout", "target_modules", "exclude_modules", "modules_to_save"),
@@ -41,7 +44,7 @@ _BEGINNINGS = (None, True, False, "gaussian", "eva", "orthogonal")
 
 
 def save_adapter(source: Source, folder: str | os.PathLike[str]) -> None:
-    """Writes an adapter of an ONNX model alone, as a folder in peft's format, with the fingerprint of its base.
+    """Writes an adapter of an ONNX model alone, as a folder in peft's format, with digests of its base's matrices.
 
     ``peft.PeftModel.from_pretrained(model, folder)`` loads it for the PyTorch model that the ONNX model was exported
     from, if the layers have the same paths. A peft model in PyTorch has ``save_pretrained`` for this.
@@ -69,6 +72,8 @@ def save_adapter(source: Source, folder: str | os.PathLike[str]) -> None:
         "base_model_name_or_path": None,
         "inference_mode": True,
     }
+    layers = adapted_layers(model, adapter, products(model, adapter))
+    matrices = {name: of_name[0].fingerprint(model.graph) for name, of_name in layers.items()}
     tensors = {}
     for name in adapter.tensors:
         constant = model.graph.initializers[name].const_value
@@ -81,7 +86,7 @@ def save_adapter(source: Source, folder: str | os.PathLike[str]) -> None:
     with explained(path), temporary_folder(path.parent, path.name) as temporary:
         (temporary / _CONFIG).write_text(json.dumps(config, indent=2), encoding="utf-8")
         with (temporary / _WEIGHTS).open("w+b") as file:
-            write(file, tensors, {"format": "pt", _BASE: adapter.base})
+            write(file, tensors, {"format": "pt", _MATRICES: json.dumps(matrices)})
         replace_all([(temporary / name, path / name) for name in (_WEIGHTS, _CONFIG)])
 
 
@@ -93,6 +98,8 @@ def _as_targets(layers: Sequence[str], all_layers: Sequence[str]) -> list[str] |
 
 def load_adapter(model: onnx.ModelProto | str | os.PathLike[str], folder: str | os.PathLike[str]) -> onnx.ModelProto:
     """Returns an ONNX model with a stored adapter, to train it further, to merge or to export it.
+
+    The model may be another export of the base, or an optimized one: layers are found by their matrices, then by name.
 
     Args:
         model: The base, or its path.
@@ -115,24 +122,82 @@ def load_adapter(model: onnx.ModelProto | str | os.PathLike[str], folder: str | 
         .reshape(header.tensors[name].shape)
         for name, data in found.items()
     }
+    base = editable(loaded)
     pairs = [name for name in tensors if name.endswith((".lora_A.weight", ".lora_B.weight"))]
     layers = list(dict.fromkeys(name.rpartition(".lora_")[0] for name in pairs))
+    paths = _paths(base, layers, header.metadata, path)
+    renamed = {f"{layer}.lora_{part}.weight": f"{paths[layer]}.lora_{part}.weight" for layer in layers for part in "AB"}
     rank, alpha = config["r"], config["lora_alpha"]
     lora = LoRA(
         rank,
         alpha * rank**0.5 if config.get("use_rslora") else alpha,
         config.get("lora_dropout") or 0.0,
-        layers,
+        list(paths.values()),
         [name for name in tensors if name not in pairs],
     )
-    adapted = add_lora(loaded, lora, tensors, exactly=layers)
-    adapter = adapter_of(adapted)
-    if header.metadata.get(_BASE, adapter.base) != adapter.base:
+    absent = [name for name in lora.also_train if name not in loaded.parameters]
+    if absent:
         raise ValueError(
-            f"{str(path)!r} is an adapter of another base: its weights differ from those that it was trained on. Load "
-            "it with the model that add_adapter was called with"
+            f"{str(path)!r} also has the weights {absent}, which the model has not, or under other names: load it with "
+            "the model that it was trained on, or another export that keeps these names"
         )
-    return to_proto(adapted)
+    is_earlier = _BASE in header.metadata and _MATRICES not in header.metadata
+    if is_earlier and header.metadata[_BASE] != _digest(base, lora):
+        raise ValueError(
+            f"{str(path)!r} is an adapter of another base, or of another export of it: an earlier version of "
+            "ort_trainer has saved it, with a digest of all weights of the file that add_adapter was called with. Load "
+            "it with that file, and save it again: then it fits other exports"
+        )
+    tensors = {renamed.get(name, name): tensor for name, tensor in tensors.items()}
+    return to_proto(add_lora(loaded, lora, tensors, exactly=lora.targets))
+
+
+def _paths(base: ir.Model, layers: Sequence[str], metadata: Mapping[str, str], path: Path) -> dict[str, str]:
+    """Returns the path of each layer of a stored adapter in a model: of the same matrix, or of the same name.
+
+    Raises:
+        CheckpointError: If the metadata are damaged.
+        ValueError: If a layer is missing, or several are possible.
+    """
+    matrices = metadata.get(_MATRICES, "{}")
+    try:
+        digests: dict[str, str] = {str(layer): str(value) for layer, value in json.loads(matrices).items()}
+    except (AttributeError, ValueError) as error:
+        raise CheckpointError(f"{str(path)!r} is damaged: its {_MATRICES} are {shown(matrices)}") from error
+    present = {layer.name: layer for layer in linear_layers(base)}
+    digest_of = functools.cache(lambda name: present[name].fingerprint(base.graph))
+    paths: dict[str, str] = {}
+    for layer in layers:
+        if layer in present and digests.get(layer) in (None, digest_of(layer)):
+            same = [layer]
+        elif layer in digests:
+            same = [name for name in present if digest_of(name) == digests[layer]]
+        else:  # an earlier version may have called it as its weight
+            same = [name for name, other in present.items() if layer == other.weight]
+        if not same:
+            raise ValueError(
+                f"{str(path)!r} is an adapter of another base: it adapts {layer!r}, and the model has no linear layer "
+                f"{'with this matrix' if layer in digests else 'of this name'}, but {shown([*present])}. Load it with "
+                "the model that it was trained on, or another export of it in which this matrix is neither fused with "
+                "others, nor quantized, nor of another type"
+            )
+        if len(same) > 1 or same[0] in paths.values():
+            raise ValueError(
+                f"{str(path)!r} adapts {layer!r}, which can't be told from other layers, because their matrices are "
+                f"equal: {shown(same)} in the model. Load it with the model that it was trained on"
+            )
+        paths[layer] = same[0]
+    return paths
+
+
+def _digest(base: ir.Model, lora: LoRA) -> str:
+    """Returns the digest of a model's initializers, except those that are trained, as earlier versions stored it."""
+    tensors = ((name, value.const_value) for name, value in sorted(base.graph.initializers.items()))
+    return digest(
+        (name, (tensor.dtype.name, tuple(tensor.shape.numpy()), np.frombuffer(tensor.tobytes(), np.uint8)))
+        for name, tensor in tensors
+        if tensor is not None and name not in lora.also_train
+    )
 
 
 def _read_config(path: Path) -> dict[str, Any]:

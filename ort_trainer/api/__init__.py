@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from ..core.lazy import lazily
 
 if TYPE_CHECKING:
+    from .adapters import Adapters
     from .checkpoint_state import CheckpointState, Parameter, Parameters, Properties
     from .lr_scheduler import LinearLRScheduler
     from .module import Module
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     from .training_session import TrainingSession
 
 __all__ = [
+    "Adapters",
     "CheckpointState",
     "LinearLRScheduler",
     "Module",
@@ -26,6 +28,7 @@ __all__ = [
 
 # Lazy, because inspecting and converting files must not require ONNX Runtime.
 _PLACES = {
+    "Adapters": "adapters",
     "CheckpointState": "checkpoint_state",
     "LinearLRScheduler": "lr_scheduler",
     "Module": "module",

@@ -9,18 +9,22 @@ from typing import Any
 
 import numpy as np
 
-from ..core.errors import CheckpointError
+from ..core.errors import CheckpointError, shown
 from ..core.foreign import UPSTREAM
 from ..core.schedules import learning_rate
+from ..core.sealed import digest
 from ..core.threads import turns
 from ..engine.numpy_memory import StateTensor
 from ..engine.ort import CPU, Device
 from ..state.state import Array, State, Value
+from ..state.training_api import as_stored
 from ..step.contract import OptimizerModel, Slot, Step
 from .random_numbers import RandomNumbers
 
 __all__ = ["LiveState"]
 
+# The property of an adapter's file with a digest of its base.
+BASE = "ort_trainer.base"
 # Limit of an optimizer's elements per element of a parameter; known optimizers keep two or three.
 _LARGEST_STATE = 16
 
@@ -54,6 +58,7 @@ class LiveState:
         schedule: The schedule of the learning rates; None if they are constant.
         random: The random number generator.
         properties: The user's own values.
+        statistics: Names of parameters and buffers that training steps change; None before there is a module.
         lock: Held to read or change tensors. A run releases Python's global lock, so otherwise another thread could
             change the tensors bound to it.
     """
@@ -78,11 +83,13 @@ class LiveState:
         self._other_buffers: dict[str, StateTensor] = {}
         self.optimizer: dict[str, StateTensor] | None = None
         self._saved_optimizer = checkpoint.optimizer
+        self._slots: Mapping[str, Slot] = {}
         self.optimization_step = checkpoint.optimization_step or 0
         self.learning_rates = list(checkpoint.learning_rates)
         self.schedule = checkpoint.schedule
         self.random = RandomNumbers(checkpoint.random)
         self.properties: dict[str, Value] = dict(checkpoint.properties)
+        self.statistics: set[str] | None = None
         # What only a trainer uses: it is written back to checkpoints unchanged.
         self._rest = State(
             transient=checkpoint.transient,
@@ -97,6 +104,11 @@ class LiveState:
     def is_upstream(self) -> bool:
         """Whether the checkpoint is one of onnxruntime-training."""
         return self.export == UPSTREAM
+
+    @property
+    def frozen(self) -> list[str]:
+        """Names of the parameters and buffers that training doesn't change."""
+        return sorted(self.values.keys() - {*self.trainable, *(self.statistics or ())})
 
     def complete(self, inputs: Sequence[Any]) -> None:
         """Completes an upstream checkpoint from the inputs of the training model.
@@ -153,7 +165,10 @@ class LiveState:
         names += [] if isinstance(model, OptimizerModel) else model.buffer_updates
         unknown = [name for name in dict.fromkeys(names) if name not in self.values]
         if unknown:
-            raise CheckpointError(f"{self.name} is damaged: {unknown}, which {model_name} needs, are missing")
+            what = "has an adapter alone, for Adapters.load(name, path)" if BASE in self.properties else "is damaged"
+            raise CheckpointError(f"{self.name} {what}: {unknown}, which {model_name} needs, are missing")
+        if isinstance(model, Step):
+            self.statistics = {*(self.statistics or ()), *model.buffer_updates}
 
     def prepare_gradients(self, names: Iterable[str]) -> None:
         """Sets missing gradients to zeros."""
@@ -198,19 +213,83 @@ class LiveState:
             )
         if self.optimizer is not None:
             return
-        arrays = self._saved_optimizer
-        if arrays is None:
+        self._slots = slots
+        if self._saved_optimizer is None:
             self._check_size(slots)
-            arrays = {key: np.full(slot.shape, slot.initial, slot.dtype) for key, slot in slots.items()}
-        array_specs = {key: (str(value.dtype), value.shape) for key, value in arrays.items()}
+        arrays = self._optimizer_arrays(self._saved_optimizer, self.name)
+        self.optimizer = {key: StateTensor(arrays[key], self.device) for key in slots}
+        self._saved_optimizer = None
+
+    def _optimizer_arrays(self, arrays: Mapping[str, Array] | None, name: str) -> Mapping[str, Array]:
+        """Returns an optimizer's state, or the initial one for None.
+
+        Raises:
+            CheckpointError: If it is that of a different optimizer.
+        """
+        slots = self._slots
+        if arrays is None:
+            return {key: np.full(slot.shape, slot.initial, slot.dtype) for key, slot in slots.items()}
+        array_specs = _specs(arrays)
         model_specs = {key: (slot.dtype, tuple(slot.shape)) for key, slot in slots.items()}
         if array_specs != model_specs:
             wrong = sorted(
                 key for key in array_specs.keys() | model_specs.keys() if array_specs.get(key) != model_specs.get(key)
             )
-            raise CheckpointError(f"{self.name} holds the state of another optimizer: {wrong} don't match the model")
-        self.optimizer = {key: StateTensor(arrays[key], self.device) for key in slots}
-        self._saved_optimizer = None
+            raise CheckpointError(f"{name} holds the state of another optimizer: {wrong} don't match the model")
+        return arrays
+
+    def adapter(self) -> State:
+        """Returns copies of the trained parameters and the optimizer's state, and a digest of all that is frozen.
+
+        Raises:
+            RuntimeError: If a parameter has no value.
+        """
+        self.require_values()
+        whole = self.to_checkpoint(include_optimizer_state=True)
+        base = {**whole.parameters, **whole.buffers}
+        return State(
+            {name: whole.parameters[name].copy() for name in self.trainable},
+            list(self.trainable),
+            optimizer=None
+            if whole.optimizer is None
+            else {key: value.copy() for key, value in whole.optimizer.items()},
+            learning_rates=list(self.learning_rates),
+            properties={BASE: digest((name, as_stored(np.asarray(base[name], order="C"))) for name in self.frozen)},
+            export=self.export,
+        )
+
+    def check_adapter(self, adapter: State, name: str) -> None:
+        """Checks that an adapter fits these models and this base.
+
+        Raises:
+            ValueError: If it does not.
+        """
+        present = self.adapter()
+        if adapter.nominal or _specs(adapter.parameters) != _specs(present.parameters):
+            raise ValueError(
+                f"{name} is no adapter of these models: it has {shown(list(adapter.parameters))}, and what is trained "
+                f"is {shown(list(self.trainable))}. Adapters.save(name, path) writes one"
+            )
+        if (adapter.export, adapter.properties.get(BASE)) != (self.export, present.properties[BASE]):
+            raise ValueError(
+                f"{name} is an adapter of another base: load it with the models and the checkpoint that it was trained "
+                "on"
+            )
+        if self.optimizer is not None:
+            self._optimizer_arrays(adapter.optimizer, name)
+
+    def replace_adapter(self, adapter: State) -> None:
+        """Writes the trained parameters, and the optimizer's state or its initial one."""
+        arrays = adapter.optimizer if self.optimizer is None else self._optimizer_arrays(adapter.optimizer, self.name)
+        for name, array in adapter.parameters.items():
+            self.values[name].write(array)
+        if self.optimizer is None:
+            # An optimizer that is made later takes the arrays themselves.
+            self._saved_optimizer = None if arrays is None else {key: array.copy() for key, array in arrays.items()}
+            return
+        assert arrays is not None
+        for key, tensor in self.optimizer.items():
+            tensor.write(arrays[key])
 
     def _check_size(self, slots: Mapping[str, Slot]) -> None:
         """Checks that the optimizer model describes a state of plausible size, before it is allocated."""
@@ -325,6 +404,10 @@ def _taken(arrays: dict[str, Array]) -> dict[str, StateTensor]:
     """Moves arrays into tensors, and removes each array from its dict to free its memory."""
     names = list(arrays)
     return {name: StateTensor(arrays.pop(name), CPU) for name in names}
+
+
+def _specs(arrays: Mapping[str, Array]) -> dict[str, tuple[str, tuple[int, ...]]]:
+    return {name: (str(array.dtype), array.shape) for name, array in arrays.items()}
 
 
 def _viewed(tensors: Mapping[str, StateTensor], names: Iterable[str]) -> dict[str, Array]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
+
 import numpy as np
 import onnx
 import onnxruntime
@@ -9,8 +12,10 @@ import pytest
 import torch
 from torch import nn
 
-from ort_trainer import ORTTrainer, optim
+from ort_trainer import CheckpointError, ORTTrainer, optim
 from ort_trainer.adapters import LoRA, add_adapter, export_adapter, load_adapter, merge_adapter, save_adapter
+from ort_trainer.core.sealed import DTYPES, read_header, read_tensors, write
+from ort_trainer.export.onnx import FOLDED_FROM
 
 from .models import LowRank, batch, classifier, exported, quantized, round_weights, tensors
 
@@ -194,6 +199,13 @@ def test_layers_that_share_a_weight_share_the_adapter() -> None:
         ({"targets": "("}, "is no regular expression"),
         ({"targets": []}, "must not be empty"),
         ({"rank": 64}, "rank 64 is beyond the size of 'layers.0.q_proj', a layer from 32 to 32 features: use at most"),
+        ({"rank": 64, "targets": "linear"}, "rank 64 is beyond the size of 'layers.0.v_proj', .* use at most 32"),
+        (
+            {"rank": 8, "targets": ["head", "out"]},
+            r"use at most 5, or leave out what is smaller with exclude=\['head'\]",
+        ),
+        ({"exclude": ["q_porj"]}, r"exclude names \['q_porj'\], which match no linear layer. The nearest are .*q_proj"),
+        ({"exclude": r"layers\..*"}, r"exclude='layers.*' leaves none of the layers \['layers.0.q_proj', 'layers.1"),
         ({"rank": 0}, "rank must be at least 1"),
         ({"dropout": 1.0}, "dropout must be at least 0 and less than 1"),
         ({"alpha": float("nan")}, "alpha must be finite"),
@@ -231,8 +243,8 @@ def test_an_adapter_of_another_base_is_refused(tmp_path) -> None:
     base = exported(classifier())
     save_adapter(add_adapter(base, LORA), tmp_path / "adapter")
     other = classifier()
-    other.head.weight.data[0, 0] += 1e-3
-    with pytest.raises(ValueError, match="is an adapter of another base"):
+    other.layers[1].q_proj.weight.data[0, 0] += 1e-3
+    with pytest.raises(ValueError, match="another base: it adapts 'layers.1.q_proj', and .* no linear layer with this"):
         load_adapter(exported(other), tmp_path / "adapter")
     config = tmp_path / "adapter" / "adapter_config.json"
     for change, message in [
@@ -326,3 +338,184 @@ def test_a_path_that_is_the_end_of_another(tmp_path) -> None:
     assert not (tmp_path / "base.onnx").exists()
     with pytest.raises(ValueError, match=r"\['linear'\], which match no linear layer. The model has no linear layer"):
         add_adapter(of_nodes([make("Relu", ["x"], ["y"])], {}), LoRA(2, targets="linear"))
+
+
+def adapted_paths(model: onnx.ModelProto) -> list[str]:
+    return [name.removesuffix(".lora_A.weight") for name in tensors(model) if name.endswith(".lora_A.weight")]
+
+
+@pytest.mark.parametrize("in_pytorch", [False, True], ids=["onnx", "peft"])
+def test_layers_that_are_excluded_or_smaller_than_the_rank(in_pytorch: bool) -> None:
+    def adapted(lora: LoRA) -> list[str]:
+        if not in_pytorch:
+            return sorted(adapted_paths(add_adapter(base, lora)))
+        names = [name for name, _ in add_adapter(classifier(), lora).named_parameters() if ".lora_A." in name]
+        return sorted(name.removeprefix("base_model.model.").partition(".lora_A.")[0] for name in names)
+
+    if in_pytorch:
+        pytest.importorskip("peft")
+    base = exported(classifier())
+    layers = [f"layers.{at}.{part}" for at in range(2) for part in ("out", "q_proj", "v_proj")]
+    with pytest.warns(
+        UserWarning, match=r"no adapter is added to \['head'\], which have fewer features than the rank 8"
+    ):
+        assert adapted(LoRA(8, targets="linear")) == layers
+    assert adapted(LoRA(8, targets="linear", exclude=["head", "layers.1.out"])) == [
+        x for x in layers if x != "layers.1.out"
+    ]
+    assert adapted(LoRA(4, targets="linear", exclude="attention")) == ["head", "layers.0.out", "layers.1.out"]
+    assert adapted(LoRA(8, targets=["q_proj", "out"], exclude=r"layers\.0\..*")) == ["layers.1.out", "layers.1.q_proj"]
+    with pytest.raises(
+        ValueError, match="rank 8 is beyond the size of 'head', a layer from 32 to 5 features: use at most"
+    ):
+        adapted(LoRA(8, targets=["head"]))
+
+
+def optimized(model: onnx.ModelProto, path: Path) -> onnx.ModelProto:
+    """Returns a model as ONNX Runtime's optimizer writes it."""
+    settings = onnxruntime.SessionOptions()
+    settings.optimized_model_filepath = str(path)
+    settings.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
+    settings.log_severity_level = 3
+    onnxruntime.InferenceSession(model.SerializeToString(), settings, providers=["CPUExecutionProvider"])
+    return onnx.load(path)
+
+
+def without_names(model: onnx.ModelProto) -> onnx.ModelProto:
+    """Returns a model whose nodes and weights have no names that say anything."""
+    names = {value.name: f"val_{at}" for at, value in enumerate(model.graph.initializer)}
+    anonymous = onnx.ModelProto()
+    anonymous.CopyFrom(model)
+    del anonymous.graph.value_info[:]
+    for value in anonymous.graph.initializer:
+        value.name = names[value.name]
+    for node in anonymous.graph.node:
+        node.name = ""
+        node.input[:] = [names.get(name, name) for name in node.input]
+    return anonymous
+
+
+def test_an_adapter_fits_other_exports_of_its_base(tmp_path) -> None:
+    """Whatever the names, and whether the weights are stored transposed."""
+    whole, folded = exported(classifier()), exported(classifier(), fold=True)
+    exports = [
+        whole,
+        folded,
+        optimized(folded, tmp_path / "optimized.onnx"),
+        without_names(whole),
+        without_names(folded),
+    ]
+    ids = batch(3)[0]
+    for at, first in enumerate(exports):
+        adapted = with_ones(add_adapter(first, LoRA(4, targets="linear")))
+        expected = run(adapted, ids)
+        save_adapter(adapted, tmp_path / str(at))
+        for second in exports:
+            loaded = load_adapter(second, tmp_path / str(at))
+            np.testing.assert_allclose(run(loaded, ids), expected, rtol=1e-4, atol=1e-4)
+            np.testing.assert_allclose(run(merge_adapter(loaded), ids), expected, rtol=1e-4, atol=1e-4)
+    assert not np.allclose(run(whole, ids), expected, atol=1e-2)
+    save_adapter(add_adapter(whole, LoRA(4, also_train=HEAD)), tmp_path / "head")
+    load_adapter(folded, tmp_path / "head")
+    with pytest.raises(
+        ValueError, match=r"also has the weights \['head.bias', 'head.weight'\], which the model has not"
+    ):
+        load_adapter(without_names(whole), tmp_path / "head")
+    weights = tmp_path / "head" / "adapter_model.safetensors"
+    with weights.open("rb") as file:
+        header = read_header(file, "head")
+        stored = {
+            name: (DTYPES[header.tensors[name].dtype], header.tensors[name].shape, data)
+            for name, data in read_tensors(file, header, "head", header.tensors).items()
+        }
+    with weights.open("w+b") as file:
+        write(file, stored, {"format": "pt", "ort_trainer.matrices": "[1]"})
+    with pytest.raises(CheckpointError, match=r"damaged: its ort_trainer.matrices are '\[1\]'"):
+        load_adapter(whole, tmp_path / "head")
+
+
+def test_layers_with_equal_matrices_are_told_by_name_or_not_at_all(tmp_path) -> None:
+    make = onnx.helper.make_node
+    values = {f"layer{at}.weight": np.eye(8, dtype=np.float32) for at in range(2)}
+    model = of_nodes(
+        [make("MatMul", ["x", "layer0.weight"], ["h"]), make("MatMul", ["h", "layer1.weight"], ["y"])], values
+    )
+    save_adapter(add_adapter(model, LoRA(2, targets=["layer1"])), tmp_path / "adapter")
+    assert adapted_paths(load_adapter(model, tmp_path / "adapter")) == ["layer1"]
+    with pytest.raises(ValueError, match=r"'layer1', which can't be told .* equal: \['val_0', 'val_1'\] in the model"):
+        load_adapter(without_names(model), tmp_path / "adapter")
+
+
+def test_an_adapter_of_an_earlier_version(tmp_path) -> None:
+    """It had a digest of all weights by name, and layers without a path were called as their weights."""
+    w = (np.arange(64).reshape(8, 8) / 64).astype(np.float32)
+    model = of_nodes([onnx.helper.make_node("MatMul", ["x", "val_2"], ["y"], "node_linear")], {"val_2": w})
+    record = onnx.helper.make_tensor_value_info("val_2", 1, [8, 8])
+    record.metadata_props.add(key=FOLDED_FROM, value="['fc.weight']")
+    model.graph.value_info.append(record)
+    save_adapter(add_adapter(model, LoRA(2, targets=["fc"])), tmp_path / "new")
+    tensors_of = {"A": np.ones((2, 8), np.float32), "B": np.ones((8, 2), np.float32)}
+    (tmp_path / "old").mkdir()
+    shutil.copy(tmp_path / "new" / "adapter_config.json", tmp_path / "old")
+    with (tmp_path / "old" / "adapter_model.safetensors").open("w+b") as file:
+        stored = {
+            f"base_model.model.val_2.lora_{part}.weight": ("float32", array.shape, array.reshape(-1).view(np.uint8))
+            for part, array in tensors_of.items()
+        }
+        write(file, stored, {"format": "pt", "ort_trainer.base": "cba27c858e64cd8b12e83412f2a2b281"})
+    assert adapted_paths(load_adapter(model, tmp_path / "old")) == ["fc"]
+    model.graph.initializer[0].CopyFrom(onnx.numpy_helper.from_array(w.T, "val_2"))
+    with pytest.raises(ValueError, match="an earlier version of ort_trainer has saved it, .* and save it again"):
+        load_adapter(model, tmp_path / "old")
+
+
+@pytest.mark.parametrize("suffix", ["_quantized", "_DQ_Q4"])
+def test_paths_of_weights_that_onnxruntime_has_quantized(suffix: str) -> None:
+    """Its quantizers rename a weight and make new nodes, and leave what the exporter recorded at the old name."""
+    make = onnx.helper.make_node
+    w = np.arange(64, dtype=np.int8).reshape(8, 8)
+    values = {f"val_{at}{suffix}": w + at for at in range(2)} | {"scale": np.float32(0.01), "v_proj.weight": w / 64}
+    nodes = [make("DequantizeLinear", [f"val_{at}{suffix}", "scale"], [f"w{at}"]) for at in range(2)]
+    # A weight that the quantizer has not folded: rounded in each run.
+    nodes += [
+        make("QuantizeLinear", ["v_proj.weight", "scale"], ["q2"]),
+        make("DequantizeLinear", ["q2", "scale"], ["w2"]),
+    ]
+    nodes += [
+        make("MatMul", [f"h{at}" if at else "x", f"w{at}"], ["y" if at == 2 else f"h{at + 1}"], f"node_linear_{at}_Q4")
+        for at in range(3)
+    ]
+    model = of_nodes(
+        nodes,
+        {name: np.asarray(value, np.int8 if value.dtype == np.int8 else np.float32) for name, value in values.items()},
+    )
+    for name, origin in (("val_0", "['q_proj.weight']"), ("val_1", "__import__('os')")):
+        record = onnx.helper.make_tensor_value_info(name, 1, [8, 8])
+        record.metadata_props.add(key=FOLDED_FROM, value=origin)
+        model.graph.value_info.append(record)
+    adapted = add_adapter(model, LoRA(2))
+    assert adapted_paths(adapted) == ["q_proj", "v_proj"]
+    with pytest.raises(ValueError, match="'v_proj' is quantized"):
+        merge_adapter(add_adapter(model, LoRA(2, targets=["v_proj"])))
+    # A layer whose path nothing says can be named by its node or its weight.
+    for target in (r"node_linear_1_.*", [f"val_1{suffix}"]):
+        assert adapted_paths(add_adapter(model, LoRA(2, targets=target))) == ["val_1"]
+    with pytest.raises(ValueError, match=r"match no linear layer. The model has \['q_proj', 'val_1', 'v_proj'\]"):
+        add_adapter(model, LoRA(2, targets=["nothing of these"]))
+
+
+def test_products_of_integers_are_named() -> None:
+    make = onnx.helper.make_node
+    nodes = [
+        make("DynamicQuantizeLinear", ["x"], ["q", "scale", "zero"]),
+        make("MatMulInteger", ["q", "fc.weight_quantized", "zero"], ["i"]),
+        make("Cast", ["i"], ["f"], to=1),
+        make("Mul", ["f", "scale"], ["y"]),
+    ]
+    model = of_nodes(nodes, {"fc.weight_quantized": np.eye(8, dtype=np.int8)})
+    message = (
+        "no linear layer .* can't get an adapter, .*: 1 MatMulInteger. Add the adapter before .*ort_trainer.quantize"
+    )
+    for targets in ("linear", ["fc"]):
+        with pytest.raises(ValueError, match=message):
+            add_adapter(model, LoRA(2, targets=targets))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from ort_trainer import ORTTrainer, optim
+from ort_trainer import CheckpointError, ORTTrainer, api, optim
 from ort_trainer.adapters import Adapters, LoRA, add_adapter, load_adapter, save_adapter
 
 from .models import batch, classifier, exported, tensors
@@ -100,3 +102,103 @@ def test_what_is_refused() -> None:
         adapters.add(3)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="trains all weights"):
         Adapters(trainer_of(exported(classifier())))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Returns artifacts of a model with an adapter, beside those of the same model with another base."""
+    folder = tmp_path_factory.mktemp("artifacts")
+    other = classifier()
+    other.head.weight.data += 1
+    for name, base in (("base", classifier()), ("other", other)):
+        torch.manual_seed(3)
+        trainer = trainer_of(add_adapter(exported(base), LORA))
+        trainer.prepare(batch(0))
+        trainer.export_artifacts(folder / name)
+    return folder
+
+
+class Device:
+    """Trains from artifacts."""
+
+    def __init__(self, folder: Path) -> None:
+        self.state = api.CheckpointState.load_checkpoint(folder / "checkpoint")
+        self.module = api.Module(folder / "training_model.onnx", self.state)
+        self.optimizer = api.Optimizer(folder / "optimizer_model.onnx", self.module)
+
+    def train(self, step: int) -> None:
+        self.module(*(tensor.numpy() for tensor in batch(step)))
+        self.optimizer.step()
+        self.module.lazy_reset_grad()
+
+    @property
+    def weights(self) -> dict[str, np.ndarray]:
+        return {name: parameter.data for name, parameter in self.state.parameters.items() if parameter.requires_grad}
+
+
+def test_on_a_device_each_trains_as_if_it_were_alone(folder: Path, tmp_path: Path) -> None:
+    device = Device(folder / "base")
+    adapters = api.Adapters(device.state, "first")
+    adapters.add("second")
+    order = [("second", 0), ("first", 1), ("first", 2), ("second", 3), ("first", 4), ("second", 5)]
+    for name, step in order:
+        adapters.activate(name)
+        device.train(step)
+    expected = {}
+    for name in ("first", "second"):
+        alone = Device(folder / "base")
+        for step in (step for other, step in order if other == name):
+            alone.train(step)
+        expected[name] = alone.weights
+        adapters.activate(name)
+        np.testing.assert_equal(device.weights, alone.weights)
+        adapters.save(name, tmp_path / name, include_optimizer_state=True)
+        adapters.save(name, tmp_path / f"{name} without moments")
+    assert (tmp_path / "first").stat().st_size < (folder / "base" / "checkpoint").stat().st_size
+    # Another process goes on from the file.
+    again = Device(folder / "base")
+    loaded = api.Adapters(again.state)
+    loaded.load("first", tmp_path / "first")
+    loaded.load("afresh", tmp_path / "first without moments")
+    loaded.add("copy", like="first")
+    adapters.activate("first")
+    device.train(6)
+    for name, resumes in (("first", True), ("afresh", False), ("copy", True)):
+        loaded.activate(name)
+        np.testing.assert_equal(again.weights, expected["first"])
+        again.train(6)
+        equal = [np.array_equal(value, device.weights[key]) for key, value in again.weights.items()]
+        assert all(equal) if resumes else not any(equal)
+    loaded.activate("default")
+    np.testing.assert_equal(again.weights, Device(folder / "base").weights)
+
+
+def test_what_a_device_refuses(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="no module yet: make the Module"):
+        api.Adapters(api.CheckpointState.load_checkpoint(folder / "base" / "checkpoint"))
+    device = Device(folder / "base")
+    with pytest.raises(TypeError, match="state must be a CheckpointState"):
+        api.Adapters(device.module)  # type: ignore[arg-type]
+    adapters = api.Adapters(device.state)
+    adapters.add("other")
+    adapters.save("other", tmp_path / "other")
+    device.module(*(tensor.numpy() for tensor in batch(0)))
+    with pytest.raises(RuntimeError, match="gradients are of the active adapter: call lazy_reset_grad"):
+        adapters.activate("other")
+    for name, path, message in (
+        ("other", tmp_path / "other", "'other' already"),
+        ("new", folder / "base" / "checkpoint", "is no adapter of these models: it has .* Adapters.save"),
+        ("new", folder / "base" / "training_model.onnx", "damaged or not"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            adapters.load(name, path)
+    with pytest.raises(ValueError, match="no adapter 'new'"):
+        adapters.save("new", tmp_path / "new")
+    with pytest.raises(FileNotFoundError):
+        adapters.load("new", tmp_path / "new")
+    with pytest.raises(ValueError, match="is an adapter of another base: load it with"):
+        api.Adapters(Device(folder / "other").state).load("new", tmp_path / "other")
+    alone = api.CheckpointState.load_checkpoint(tmp_path / "other")
+    with pytest.raises(CheckpointError, match=r"has an adapter alone, for Adapters.load\(name, path\)"):
+        api.Module(folder / "base" / "training_model.onnx", alone)
+    assert adapters.names == ["default", "other"]

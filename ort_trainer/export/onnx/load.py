@@ -26,7 +26,10 @@ from .memory import LoadedTensors, check_calls
 from .shapes import fixed_sizes, without_negative_sizes
 from .values import tensor_of
 
-__all__ = ["OnnxModel", "is_argument", "load_onnx_model"]
+__all__ = ["FOLDED_FROM", "OnnxModel", "float_name", "is_argument", "load_onnx_model"]
+
+FOLDED_FROM = "pkg.onnxscript.optimizer.folded_from"
+"""The key where onnxscript's optimizer records the parameter that an initializer was, such as a transposed weight."""
 
 _log = logging.getLogger(__name__)
 # Layers: a constant that one of these takes after its first input is a weight.
@@ -66,6 +69,8 @@ _KIND = "pkg.torch.export.graph_signature.InputSpec.kind"
 _TORCH_CONSTANT = re.compile(
     r"(val|scalar_tensor\w*|_to_copy|full\w*|ones\w*|zeros\w*|arange\w*)(_\d+)?|.*/Constant(_\d+)?_output_\d+"
 )
+# What quantizers append to the name of a weight: this package, and ONNX Runtime.
+_QUANTIZED = re.compile(r"(\.int[48]|(_DQ)?_Q\d|_quantized)$")
 # Up to this IR version, initializers have to be inputs, too, which no batch is meant to replace.
 _OF_INPUTS = 3
 # ONNX Runtime's optimizer gives such names to constants of functions that it has inlined.
@@ -136,6 +141,7 @@ def _load(source: onnx.ModelProto | str | os.PathLike[str] | bytes) -> OnnxModel
     proto, types = without_maps(proto)
     # Two copies that share the memory of their tensors: one to write again node for node, and one to run.
     file, model = ir.from_proto(proto), ir.from_proto(proto)
+    _record_origins(proto, file)
     check_calls(model)
     memory = LoadedTensors(model, folder)
     memory.adopt(file)
@@ -194,6 +200,25 @@ def _load(source: onnx.ModelProto | str | os.PathLike[str] | bytes) -> OnnxModel
         frozenset(frozen),
         {name: place for name, place in coefficients.items() if name in weights},
     )
+
+
+def float_name(name: str) -> str:
+    """Returns the name that a quantized weight had before a quantizer has renamed it."""
+    return _QUANTIZED.sub("", name)
+
+
+def _record_origins(proto: onnx.ModelProto, file: ir.Model) -> None:
+    """Records at quantized weights which parameters they were; ONNX Runtime's quantizers leave that at the old name."""
+    records = {
+        info.name: entry.value
+        for info in proto.graph.value_info
+        for entry in info.metadata_props
+        if entry.key == FOLDED_FROM
+    }
+    for name, value in file.graph.initializers.items():
+        origin = float_name(name)
+        if origin != name and origin in records:
+            value.metadata_props.setdefault(FOLDED_FROM, records[origin])
 
 
 def is_argument(name: str) -> bool:
