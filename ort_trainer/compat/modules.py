@@ -19,8 +19,8 @@ _ABSENT = object()
 _changed: list[tuple[Any, str, Any]] = []
 _created: list[str] = []
 _PACKAGE = "onnxruntime.training"
-# The installed one needs parts of torch that are gone.
-_REPLACED = f"{_PACKAGE}.ortmodule"
+# The installed ones need parts of torch that are gone.
+_REPLACED = (f"{_PACKAGE}.ortmodule", f"{_PACKAGE}.experimental")
 _PREFIX = f"{_PACKAGE}."
 
 
@@ -144,9 +144,9 @@ def _missing(name: str, reason: str) -> ModuleNotFoundError:
     return ModuleNotFoundError(f"{name} can't be imported: {reason}", name=_PACKAGE)
 
 
-_ORTMODULE = (
-    "ort_trainer has ORTModule, DebugOptions and LogLevel of this package, which need no extensions to be built, but "
-    "nothing that was experimental or internal: leave it out"
+_OF_REPLACED = (
+    "ort_trainer has ORTModule, DebugOptions, LogLevel and export_gradient_graph of these packages, which need no "
+    "extensions to be built, but nothing else that was experimental or internal: leave it out"
 )
 
 
@@ -159,7 +159,7 @@ def _reason(name: str) -> str:
             "pip install 'ort_trainer[trainer]', which keeps the ONNX Runtime that is there"
         )
     if name.startswith(_REPLACED):
-        return _ORTMODULE
+        return _OF_REPLACED
     if has_training():
         return "neither ort_trainer nor the installed onnxruntime-training has it"
     return (

@@ -11,7 +11,7 @@ from ..engine.ort import engine
 from ..optim import lr_scheduler
 from ..options import ModelDescription
 from . import c_session, checkpoint, older_api, onnxblock, options, ort_module
-from .gradient_graph import GradientGraphBuilder
+from .gradient_graph import GradientGraphBuilder, export_gradient_graph
 from .modules import is_changed, module_named, put_in_place, restore, set_name
 from .options import ASSERTED, ORTTrainerOptions, PropagateCastOpsStrategy, raising, set_cuda_mem_limit
 from .trainer import ORTTrainer, TrainingSession
@@ -51,6 +51,7 @@ _NAMES: dict[str, dict[str, Any]] = {
     "onnxruntime.training.ortmodule": _MODULE,
     "onnxruntime.training.ortmodule.ortmodule": {"ORTModule": ort_module.ORTModule},
     "onnxruntime.training.ortmodule.options": {name: _MODULE[name] for name in ("DebugOptions", "LogLevel")},
+    "onnxruntime.training.experimental": {"export_gradient_graph": export_gradient_graph},
     "onnxruntime.training.amp": _SCALERS,
     "onnxruntime.training.amp.loss_scaler": _SCALERS,
     "onnxruntime.training.optim": {**_CONFIGS, **_SCHEDULES},

@@ -77,7 +77,7 @@ class _Short(reprlib.Repr):
         self.maxstring = self.maxother = self.maxlong = 200
 
     def repr1(self, x: Any, level: int) -> str:
-        if hasattr(x, "dtype") and getattr(x, "ndim", None):
+        if hasattr(x, "dtype") and getattr(x, "ndim", None) and not isinstance(x, type):
             return f"{type(x).__name__}(shape={list(x.shape)}, dtype={x.dtype})"
         return super().repr1(x, level)
 

@@ -136,19 +136,29 @@ class _WarmupLRScheduler(LRScheduler):
 
     kind: ClassVar[str]
 
-    def __init__(self, total_steps: int, warmup: float) -> None:
+    def __init__(self, total_steps: int | None, warmup: float) -> None:
         super().__init__()
-        check_count("'total_steps'", total_steps)
+        check_count("'total_steps'", total_steps, optional=True)
         self.total_steps = total_steps
         self.warmup = _real("warmup", warmup)
         if self.warmup >= 1:
             raise ValueError(f"'warmup' is a share of total_steps: at least 0 and below 1, but {warmup!r} was given")
-        self._warmup_steps = self.warmup * total_steps
 
     @property
     def schedule(self) -> dict[str, Any]:
-        """The argument of :func:`ort_trainer.core.schedules.learning_rate`: plain values, which files can store."""
-        return {"kind": self.kind, "total_steps": self.total_steps, "warmup_steps": self._warmup_steps}
+        """The argument of :func:`ort_trainer.core.schedules.learning_rate`: plain values, which files can store.
+
+        Raises:
+            ValueError: If ``total_steps`` is not set.
+        """
+        if self.total_steps is None:
+            name = type(self).__name__
+            raise ValueError(
+                f"{name} has no total_steps, the number of updates of the whole training: write, for example, "
+                f"{name}(total_steps=10_000), or set its attribute total_steps before the first step"
+            )
+        check_count("'total_steps'", self.total_steps)
+        return {"kind": self.kind, "total_steps": self.total_steps, "warmup_steps": self.warmup * self.total_steps}
 
     def get_lr(self, train_step_info: TrainStepInfo) -> list[float]:
         """Returns the learning rate of the next update in a list, or one rate per group if groups have their own."""
@@ -161,13 +171,13 @@ class ConstantWarmupLRScheduler(_WarmupLRScheduler):
     """After warm-up, the learning rate stays at base.
 
     Args:
-        total_steps: Updates in the whole training; positive.
+        total_steps: Updates in the whole training; positive. None to set the attribute before the first step.
         warmup: Share of the updates for warm-up, in [0, 1).
     """
 
     kind = "constant"
 
-    def __init__(self, total_steps: int, warmup: float = 0.002) -> None:
+    def __init__(self, total_steps: int | None = None, warmup: float = 0.002) -> None:
         super().__init__(total_steps, warmup)
 
 
@@ -175,13 +185,13 @@ class LinearWarmupLRScheduler(_WarmupLRScheduler):
     """After warm-up ``base * max(0, (T - s) / max(1, T - W))``.
 
     Args:
-        total_steps: Updates in the whole training; positive.
+        total_steps: Updates in the whole training; positive. None to set the attribute before the first step.
         warmup: Share of the updates for warm-up, in [0, 1).
     """
 
     kind = "linear"
 
-    def __init__(self, total_steps: int, warmup: float = 0.002) -> None:
+    def __init__(self, total_steps: int | None = None, warmup: float = 0.002) -> None:
         super().__init__(total_steps, warmup)
 
 
@@ -191,14 +201,14 @@ class CosineWarmupLRScheduler(_WarmupLRScheduler):
     In the legacy class p grew beyond 1, so the learning rate rose again after ``total_steps``; here it stays.
 
     Args:
-        total_steps: Updates in the whole training; positive.
+        total_steps: Updates in the whole training; positive. None to set the attribute before the first step.
         cycles: Number of cosine cycles; 0.5 decays from base to 0.
         warmup: Share of the updates for warm-up, in [0, 1).
     """
 
     kind = "cosine"
 
-    def __init__(self, total_steps: int, cycles: float = 0.5, warmup: float = 0.002) -> None:
+    def __init__(self, total_steps: int | None = None, cycles: float = 0.5, warmup: float = 0.002) -> None:
         super().__init__(total_steps, warmup)
         self.cycles = _real("cycles", cycles, positive=True)
 
@@ -212,7 +222,7 @@ class PolyWarmupLRScheduler(_WarmupLRScheduler):
     """After warm-up ``(base - lr_end) * (1 - (s - W) / (T - W))^power + lr_end``, and ``lr_end`` after ``T``.
 
     Args:
-        total_steps: Updates in the whole training; positive.
+        total_steps: Updates in the whole training; positive. None to set the attribute before the first step.
         lr_end: The last learning rate, below the base.
         power: Exponent of the decay, at least 0.
         warmup: Share of the updates for warm-up, in [0, 1).
@@ -223,7 +233,9 @@ class PolyWarmupLRScheduler(_WarmupLRScheduler):
 
     kind = "poly"
 
-    def __init__(self, total_steps: int, lr_end: float = 1e-7, power: float = 1.0, warmup: float = 0.002) -> None:
+    def __init__(
+        self, total_steps: int | None = None, lr_end: float = 1e-7, power: float = 1.0, warmup: float = 0.002
+    ) -> None:
         super().__init__(total_steps, warmup)
         self.lr_end = _real("lr_end", lr_end)
         self.power = _real("power", power)

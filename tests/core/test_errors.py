@@ -14,7 +14,7 @@ from ..helpers import mlp_batches, mlp_trainer
 
 
 def test_values_as_messages_show_them() -> None:
-    assert shown(3) == "3" and shown("text") == "'text'"
+    assert shown(3) == "3" and shown("text") == "'text'" and shown(np.float32) == "<class 'numpy.float32'>"
     assert shown(torch.tensor(2.5)) == "tensor(2.5000)"
     assert shown([torch.zeros(2, 3), None]) == "[Tensor(shape=[2, 3], dtype=torch.float32), None]"
     assert shown({"a": np.zeros(4)}) == "{'a': ndarray(shape=[4], dtype=float64)}"

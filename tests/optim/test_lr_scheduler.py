@@ -117,6 +117,21 @@ class Plateau(optim.LRScheduler):
         return [train_step_info.optimizer_config.lr * self.factor]
 
 
+@pytest.mark.parametrize(
+    "kind", ["ConstantWarmupLRScheduler", "LinearWarmupLRScheduler", "CosineWarmupLRScheduler", "PolyWarmupLRScheduler"]
+)
+def test_the_number_of_steps_may_be_set_before_the_first_step(kind: str) -> None:
+    info = TrainStepInfo(optim.SGDConfig(lr=0.2), optimization_step=3)
+    schedule, other = getattr(optim, kind)(warmup=0.5), getattr(optim, kind)(total_steps=8, warmup=0.5)
+    with pytest.raises(ValueError, match=rf"{kind} has no total_steps, .* {kind}\(total_steps=10_000\), or set its"):
+        schedule.get_lr(info)
+    schedule.total_steps = 8
+    assert schedule.get_lr(info) == other.get_lr(info)
+    schedule.total_steps = -8
+    with pytest.raises(ValueError, match="'total_steps' must be at least 1"):
+        schedule.get_lr(info)
+
+
 def test_a_schedule_of_your_own_goes_on_with_its_attributes() -> None:
     first, second = Plateau(1), Plateau(1)
     trainer = mlp_trainer({"lr_scheduler": first}, optim.SGDConfig(lr=0.2))

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import onnx_ir as ir
 import torch
 
 from ...core.dims import evaluate
+from ...core.errors import shown
 from ...engine import ort
 from ...step import Step
 
@@ -24,8 +27,8 @@ class IOBinding:
 
     def __init__(self) -> None:
         self._inputs: dict[str, torch.Tensor] = {}
-        # Output -> the memory to write to; None if the run allocates it.
-        self._outputs: dict[str, torch.Tensor | None] = {}
+        # Output -> the memory to write to, or the device where the run allocates it.
+        self._outputs: dict[str, torch.Tensor | torch.device] = {}
         self._results: dict[str, torch.Tensor] = {}
 
     def bind_cpu_input(self, name: str, arr_on_cpu: np.ndarray[Any, Any]) -> None:
@@ -41,7 +44,7 @@ class IOBinding:
             name: The name of the input.
             device_type: ``cpu`` or ``cuda``.
             device_id: The index of the device.
-            element_type: A numpy type.
+            element_type: A numpy type, or a number of ``onnx.TensorProto``, such as its ``BFLOAT16``.
             shape: The shape.
             buffer_ptr: The address of the memory.
         """
@@ -60,13 +63,13 @@ class IOBinding:
         shape: Sequence[int] | None = None,
         buffer_ptr: int | None = None,
     ) -> None:
-        """Binds an output to memory; without an address, the run allocates the memory.
+        """Binds an output to memory; without an address, the run allocates the memory on the device.
 
         Raises:
-            ValueError: If an address is given without type or shape.
+            ValueError: If an address is given without type or shape, or there is no such device.
         """
         if buffer_ptr is None:
-            self._outputs[name] = None
+            self._outputs[name] = _device(device_type, device_id)
             return
         if element_type is None or shape is None:
             raise ValueError(f"output {name!r} is bound to an address, which also needs element_type and shape")
@@ -88,9 +91,12 @@ class IOBinding:
         """Returns the outputs of the last run as OrtValues, in the order in which they were bound."""
         return [to_ort_value(value) for value in self._results.values()]
 
-    def get_outputs_as_ortvaluevector(self) -> list[Any]:
-        """Returns the same as :meth:`get_outputs`."""
-        return self.get_outputs()
+    def get_outputs_as_ortvaluevector(self) -> Any:
+        """Returns the same as :meth:`get_outputs` in an ``OrtValueVector``, as ONNX Runtime's C++ bindings take it."""
+        vector = ort.engine().capi._pybind_state.OrtValueVector()
+        for value in self.get_outputs():
+            vector.push_back(value._ortvalue)
+        return vector
 
     def copy_outputs_to_cpu(self) -> list[np.ndarray[Any, Any]]:
         """Returns the outputs of the last run as arrays."""
@@ -122,7 +128,7 @@ class IOBinding:
             ValueError: If the shape or dtype differs.
         """
         memory = self._outputs.get(name)
-        if memory is not None and (tuple(memory.shape) != tuple(shape) or memory.dtype != dtype):
+        if isinstance(memory, torch.Tensor) and (tuple(memory.shape) != tuple(shape) or memory.dtype != dtype):
             raise ValueError(
                 f"output {name!r} is bound to memory of shape {list(memory.shape)} and {memory.dtype}, but it has "
                 f"shape {list(shape)} and {dtype}"
@@ -137,7 +143,10 @@ class IOBinding:
         pairs = list(zip(self._outputs.items(), results, strict=True))
         for (name, _), value in pairs:
             self.check(name, value.shape, value.dtype)
-        self._results = {name: value if memory is None else memory.copy_(value) for (name, memory), value in pairs}
+        self._results = {
+            name: memory.copy_(value) if isinstance(memory, torch.Tensor) else value.to(memory)
+            for (name, memory), value in pairs
+        }
 
 
 def to_torch(ortvalue: Any) -> torch.Tensor:
@@ -145,7 +154,9 @@ def to_torch(ortvalue: Any) -> torch.Tensor:
     if not hasattr(ortvalue, "_ortvalue"):
         raise TypeError(f"expected an onnxruntime.OrtValue, but a {type(ortvalue).__name__} was given")
     if ortvalue.data_type() == "tensor(bool)":  # ONNX Runtime's DLPack does not support bool
-        return torch.from_numpy(ortvalue.numpy())
+        memory = _memory(ortvalue.device_name(), 0, np.bool_, ortvalue.shape(), ortvalue.data_ptr())
+        memory._ort_value = ortvalue  # type: ignore[attr-defined]  # which owns the memory
+        return memory
     return torch.utils.dlpack.from_dlpack(ortvalue._ortvalue.to_dlpack())
 
 
@@ -171,16 +182,42 @@ class _CudaMemory:
         }
 
 
+def _device(device_type: str, device_id: int) -> torch.device:
+    if device_type not in ("cpu", "cuda"):
+        raise ValueError(f"device_type must be 'cpu' or 'cuda', but {shown(device_type)} was given")
+    count = torch.cuda.device_count() if device_type == "cuda" else 1
+    if device_id not in range(count):
+        raise ValueError(f"there is no device {device_type}:{shown(device_id)}: PyTorch has {count} of this type")
+    return torch.device(device_type, device_id) if device_type == "cuda" else torch.device("cpu")
+
+
+def _dtype(element_type: Any) -> torch.dtype:
+    try:
+        if isinstance(element_type, int):
+            return ir.tensor_adapters.to_torch_dtype(ir.DataType(element_type))
+        return torch.from_numpy(np.empty(0, element_type)).dtype
+    except (TypeError, ValueError, KeyError) as error:
+        raise TypeError(
+            "element_type must be a numpy type of numbers, such as numpy.float32, or a number of onnx.TensorProto, but "
+            f"{shown(element_type)} was given"
+        ) from error
+
+
 def _memory(device_type: str, device_id: int, element_type: Any, shape: Sequence[int], address: int) -> torch.Tensor:
     """Returns the memory at an address as a tensor, without a copy."""
-    dtype = np.dtype(element_type)
-    if device_type == "cuda":
-        return torch.as_tensor(_CudaMemory(shape, dtype.str, address), device=f"cuda:{device_id}")
-    if device_type != "cpu":
-        raise ValueError(f"device_type must be 'cpu' or 'cuda', but {device_type!r} was given")
-    size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-    buffer = (ctypes.c_byte * size).from_address(address)
-    return torch.from_numpy(np.frombuffer(buffer, dtype=dtype).reshape(tuple(shape)))
+    dtype, device = _dtype(element_type), _device(device_type, device_id)
+    size = math.prod(shape) * dtype.itemsize
+    if size < 0 or (size and (not isinstance(address, int) or address <= 0)):
+        raise ValueError(
+            f"buffer_ptr must be the address of memory of shape {shown(list(shape))}, but {shown(address)} was given"
+        )
+    if not size:
+        return torch.empty(tuple(shape), dtype=dtype, device=device)
+    if device.type == "cuda":
+        data = torch.as_tensor(_CudaMemory([size], "|u1", address), device=device)
+    else:
+        data = torch.from_numpy(np.asarray((ctypes.c_uint8 * size).from_address(address)))
+    return data.view(dtype).reshape(tuple(shape))
 
 
 def check_binding(

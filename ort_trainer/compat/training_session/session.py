@@ -417,8 +417,9 @@ class TrainingSession(TrainerSession):
     ) -> None:
         if disabled_optimizers:
             raise ValueError(
-                f"disabled_optimizers {list(disabled_optimizers)} is not supported: set a graph optimization level in "
-                "sess_options"
+                f"disabled_optimizers {list(disabled_optimizers)} can't be chosen one by one, because most runs are on "
+                "PyTorch's kernels, without ONNX Runtime's optimizers: leave it out, or give sess_options with "
+                "graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL"
             )
         self._reset_session(providers, provider_options)
 

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from ort_trainer import ExportError, TrainingParameters, TrainingSession
 from ort_trainer.compat.training_session import TrainerSession
 from ort_trainer.compat.training_session import parameters as settings
+from ort_trainer.compat.training_session.io_binding import IOBinding
 from ort_trainer.engine.programs.runner import ProgramRunner
 
 from ...helpers import MLP, assert_close, mlp_batches, mlp_trainer
@@ -196,10 +197,52 @@ def test_bindings_and_ort_values(path: Path) -> None:
     with pytest.raises(ValueError, match="also needs element_type and shape"):
         binding.bind_output("loss", buffer_ptr=memory.data_ptr())
     with pytest.raises(ValueError, match="device_type must be 'cpu' or 'cuda', but 'tpu' was given"):
-        binding.bind_input("x", "tpu", 0, np.float32, [1], memory.data_ptr())
+        binding.bind_output("loss", "tpu")
     binding.clear_binding_inputs()
     binding.clear_binding_outputs()
     assert binding.get_outputs() == []
+
+
+def test_memory_of_every_kind_is_bound(path: Path) -> None:
+    x, y = mlp_batches(1)[0]
+    inputs = feed(x, y, **{RATE: 0.1, "loss_scale": 4.0})
+    expected = TrainingSession(path, parameters(use_mixed_precision=True)).run(["loss", "logits"], inputs)
+    session = TrainingSession(path, parameters(use_mixed_precision=True))
+    binding = session.io_binding()
+    for name, value in inputs.items():
+        binding.bind_cpu_input(name, value)
+    binding.bind_input("x", "cpu", 0, onnx.TensorProto.FLOAT, x.shape, x.data_ptr())
+    finite = onnxruntime.OrtValue.ortvalue_from_numpy(np.array([False]))
+    loss = onnxruntime.OrtValue.ortvalue_from_numpy(np.array(0, np.float32))
+    logits = np.zeros((5, 3), np.float16)
+    binding.bind_ortvalue_output("all_gradients_finite", finite)
+    binding.bind_ortvalue_output("loss", loss)
+    binding.bind_output("logits", "cpu", 0, np.float16, (5, 3), logits.ctypes.data)
+    session.run_with_iobinding(binding)
+    assert finite.numpy() == [True] and loss.numpy() == expected[0] and np.array_equal(logits, expected[1])
+    vector = binding.get_outputs_as_ortvaluevector()
+    assert [value.numpy().tolist() for value in vector] == [[True], expected[0].tolist(), logits.tolist()]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (("tpu", 0, np.float32, [2], 1), ValueError, "device_type must be 'cpu' or 'cuda', but 'tpu' was given"),
+        (("cpu", 3, np.float32, [2], 1), ValueError, "there is no device cpu:3: PyTorch has 1 of this type"),
+        (("cpu", 0, "text", [2], 1), TypeError, "element_type must be a numpy type of numbers.* but 'text' was given"),
+        (("cpu", 0, np.str_, [2], 1), TypeError, "element_type must be a numpy type of numbers"),
+        (("cpu", 0, onnx.TensorProto.STRING, [2], 1), TypeError, "element_type must be .* but 8 was given"),
+        (("cpu", 0, np.float32, [2], 0), ValueError, r"buffer_ptr must be the address of memory of shape \[2\], but 0"),
+        (("cpu", 0, np.float32, [-2], 1), ValueError, r"buffer_ptr must be the address of memory of shape \[-2\]"),
+    ],
+)
+def test_memory_that_can_not_be_bound(arguments: Any, error: type[Exception], message: str) -> None:
+    binding = IOBinding()
+    with pytest.raises(error, match=message):
+        binding.bind_input("x", *arguments)
+    with pytest.raises(error, match=message):
+        binding.bind_output("x", *arguments)
+    assert not binding.inputs and not binding.output_names
 
 
 def test_state_goes_into_another_session(path: Path) -> None:
@@ -444,7 +487,7 @@ def test_refused_arguments(path: Path) -> None:
             session.set_providers([cpu], wrong)
     with pytest.raises(ValueError, match="provider_options.CPUExecutionProvider: has no effect"):
         session.set_providers([cpu], [{"a": 1}])
-    with pytest.raises(ValueError, match="disabled_optimizers"):
+    with pytest.raises(ValueError, match=r"disabled_optimizers \['A'\] can't be .*ORT_DISABLE_ALL"):
         session._create_inference_session(None, None, ["A"])
     with pytest.raises(ValueError, match="unknown output 'y'"):
         session.is_output_fp32_node("y")
