@@ -5,7 +5,6 @@
 // Runtime's own headers in the path, ort_trainer_c_api.h includes them instead of this file.
 #pragma once
 
-#include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 

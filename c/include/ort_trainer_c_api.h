@@ -9,6 +9,8 @@
 // engine fails in the middle of an OptimizerStep. Texts are UTF-8. Calls on one state take turns.
 #pragma once
 
+#include <stdbool.h>
+
 #if __has_include(<onnxruntime_c_api.h>)
 #include <onnxruntime_c_api.h>
 #else

@@ -250,6 +250,32 @@ void RefusesForeignArtifacts(const Ort::Env& env, const Case& given) {
   ExpectError([&] { Ort::TrainingSession(env, Ort::SessionOptions(), state, onnx); }, "ort-trainer convert");
 }
 
+// Models are read as protobuf reads them, in any encoding.
+void ReadsEncodings(const Ort::Env& env, const Case& given, const fs::path& folder) {
+  auto state = given.State("checkpoint");
+  const auto training = Contents(given.path("training_model.onnx"));
+  const auto open = [&](const std::vector<uint8_t>& model) {
+    return Ort::TrainingSession(env, Ort::SessionOptions(), state, training, model);
+  };
+  const auto refused = [&](const std::vector<uint8_t>& model, const std::string& text) {  // as the one that is read first
+    ExpectError([&] { Ort::TrainingSession(env, Ort::SessionOptions(), state, model); }, text);
+  };
+  const Batch batch(given.Inputs(0));
+  const double loss = Case::Loss(open(Contents(given.path("eval_model.onnx"))).EvalStep(batch.tensors));
+  for (const auto& entry : fs::directory_iterator(folder / "sound")) {
+    auto session = open(Contents(entry.path()));
+    Expect(Case::Loss(session.EvalStep(batch.tensors)) == loss, entry.path().string() + " has another loss");
+    session.ExportModelForInferencing(given.path("inference").string(), {"out"});
+  }
+  for (const auto& entry : fs::directory_iterator(folder / "reaching_out")) {
+    refused(Contents(entry.path()), ", which artifacts never do");
+  }
+  for (const auto& entry : fs::directory_iterator(folder / "damaged")) {
+    refused(Contents(entry.path()), "is damaged, or no ONNX model");
+  }
+  refused({24, 0, 0, 0, 'O', 'R', 'T', 'M', 0, 0, 0, 0}, "is in ORT format");
+}
+
 // Expressions over dimensions have the values that they have in Python, and what Python refuses is refused.
 void EvaluatesAsPython(const fs::path& file) {
   const auto text = Contents(file);
@@ -374,6 +400,7 @@ int main(int argc, char** argv) {
   run("schedules are followed", [&] { FollowsSchedules(linear); });
   run("objects have one owner", [&] { OwnsItsObjects(linear); });
   run("artifacts of onnxruntime-training are refused", [&] { RefusesForeignArtifacts(env, linear); });
+  run("encodings are read", [&] { ReadsEncodings(env, Case(env, folder / "none"), folder / ".." / "encodings"); });
   run("expressions are evaluated", [&] { EvaluatesAsPython(folder / ".." / "expressions.json"); });
   run("modes and links stay", [&] { KeepsModesAndLinks(net); });
   run("errors say what is wrong", [&] { SaysWhatIsWrong(env, net, linear); });

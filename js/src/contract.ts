@@ -1,6 +1,6 @@
 // What an artifact says of itself: JSON in the metadata of the ONNX model, as in Python's ort_trainer/step/contract.py.
 
-import { contents, text } from "./protobuf.js";
+import { DEEPEST, contents, fields, ofBytes, ofNumber, text } from "./protobuf.js";
 import type { DType } from "./tensors.js";
 
 export type Dim = number | string;
@@ -73,16 +73,57 @@ type Models = { training: StepModel; evaluation: StepModel; optimizer: Optimizer
 
 /** The key of the description in the metadata. */
 export const ARTIFACT = "ort_trainer.artifact";
-const MODEL_METADATA = 14;
-const [KEY, VALUE] = [1, 2];
+const MODEL_METADATA = ofBytes(14);
+const [KEY, VALUE] = [ofBytes(1), ofBytes(2)];
 const FORMATS = [1, 2];
+
+// Numbers of fields in onnx.proto: kind of message -> field -> kind of the messages in it that have nodes and tensors.
+const INSIDE: Record<string, Record<number, string>> = {
+  model: { 7: "graph", 20: "training", 25: "function" },
+  training: { 1: "graph", 2: "graph" },
+  function: { 7: "node", 11: "attribute" },
+  graph: { 1: "node", 5: "tensor", 15: "sparse" },
+  node: { 5: "attribute" },
+  attribute: { 5: "tensor", 6: "graph", 10: "tensor", 11: "graph", 22: "sparse", 23: "sparse" },
+  sparse: { 1: "tensor", 2: "tensor" },
+  tensor: {},
+};
+const NODE = { operator: ofBytes(4), domain: ofBytes(7) };
+const TENSOR = { external: ofBytes(13), location: ofNumber(14) };
+// Operators that call Python, or that read files named in the model.
+const CALLING_OUT = ["EPContext", "PythonOp", "PythonOpGrad"];
+
+/** Returns what a message has that names a file or calls Python, for an error; undefined if nothing does. */
+function reachesOut(data: Uint8Array, kind = "model", depth = 0): string | undefined {
+  if (depth > DEEPEST) throw new Error("its graphs are nested too deeply");
+  if (kind === "node") {
+    const operator = text(data, NODE.operator);
+    const calls = CALLING_OUT.includes(operator) || text(data, NODE.domain) === "org.pytorch.aten";
+    if (calls) return `has the operator ${operator}`;
+  }
+  for (const part of fields(data)) {
+    if (kind === "tensor" && (part.tag === TENSOR.external || (part.tag === TENSOR.location && part.value !== 0))) {
+      return "keeps tensors in another file";
+    }
+    const inner = INSIDE[kind]![part.tag >>> 3];
+    const found = inner && part.value instanceof Uint8Array && reachesOut(part.value, inner, depth + 1);
+    if (found) return found;
+  }
+  return undefined;
+}
 
 /** Returns the description in a model of this kind. */
 export function describe<Kind extends keyof Models>(kind: Kind, model: Uint8Array): Models[Kind] {
+  // ONNX Runtime would not read it as protobuf.
+  if (new TextDecoder("latin1").decode(model.subarray(4, 8)) === "ORTM") {
+    throw new Error(`the ${kind} model is in ORT format (.ort), which can't be trained: use the .onnx file of the export`);
+  }
   let found: (Models[Kind] & { format: number }) | undefined;
+  let reaching: string | undefined;
   try {
-    const entry = contents(model, MODEL_METADATA).find((data) => text(data, KEY) === ARTIFACT);
-    found = entry && (JSON.parse(text(entry, VALUE)) as typeof found);
+    const entries = contents(model, MODEL_METADATA).filter((data) => text(data, KEY) === ARTIFACT);
+    found = entries.length ? (JSON.parse(text(entries.at(-1)!, VALUE)) as typeof found) : undefined;
+    reaching = reachesOut(model);
   } catch (error) {
     throw new Error(`the ${kind} model is damaged, or no ONNX model: ${(error as Error).message}`);
   }
@@ -90,10 +131,7 @@ export function describe<Kind extends keyof Models>(kind: Kind, model: Uint8Arra
   if (!FORMATS.includes(found.format)) {
     throw new Error(`the ${kind} model has the format ${found.format}, and this package reads ${FORMATS.join(" and ")}`);
   }
-  // The key of an entry of external_data, as protobuf writes it.
-  if (new TextDecoder("latin1").decode(model).includes("\n\blocation")) {
-    throw new Error(`the ${kind} model keeps tensors in another file, which artifacts never do: export it again`);
-  }
+  if (reaching) throw new Error(`the ${kind} model ${reaching}, which artifacts never do: export it again`);
   if (found.kind !== kind) throw new Error(`the ${kind} model was expected, but this is the ${found.kind} model`);
   return found;
 }

@@ -1,15 +1,16 @@
 // Makes an inference model from an evaluation model, by editing the bytes of the file.
 
 import { ARTIFACT } from "./contract.js";
-import { content, contents, field, fields, joined, text, type Field } from "./protobuf.js";
+import { content, contents, field, fields, joined, ofBytes, ofNumber, text, type Field } from "./protobuf.js";
 import { elementType, toStored, type Tensor } from "./tensors.js";
 
-// Numbers of fields in onnx.proto.
-const MODEL = { graph: 7, metadata: 14, training: 20 };
-const GRAPH = { node: 1, initializer: 5, input: 11, output: 12, valueInfo: 13, quantization: 14, sparse: 15 };
-const NODE = { input: 1, output: 2, attribute: 5 };
-const BODIES = [6, 11];
-const TENSOR = { dims: 1, type: 2, name: 8, raw: 9 };
+// Tags of fields in onnx.proto.
+const MODEL = { graph: ofBytes(7), metadata: ofBytes(14), training: ofBytes(20) };
+const GRAPH = { node: ofBytes(1), initializer: ofBytes(5), input: ofBytes(11), output: ofBytes(12), valueInfo: ofBytes(13) };
+const [QUANTIZATION, NAME] = [ofBytes(14), ofBytes(1)];
+const NODE = { input: ofBytes(1), output: ofBytes(2), attribute: ofBytes(5) };
+const BODIES = [ofBytes(6), ofBytes(11)];
+const TENSOR = { dims: ofNumber(1), type: ofNumber(2), name: ofBytes(8), raw: ofBytes(9) };
 
 /** Returns a model with the nodes, inputs and weights that some of its values need. */
 export async function inferenceModel(
@@ -17,9 +18,9 @@ export async function inferenceModel(
   state: ReadonlyMap<string, Tensor>,
   outputNames: readonly string[],
 ): Promise<Uint8Array> {
-  const graph = fields(joined(contents(model, MODEL.graph)));
-  const nodes = graph.filter(({ number }) => number === GRAPH.node).map(readNode);
-  const [inputs, outputs, infos] = [GRAPH.input, GRAPH.output, GRAPH.valueInfo].map((number) => named(graph, number, 1));
+  const graph = [...fields(joined(contents(model, MODEL.graph)))];
+  const nodes = graph.filter(({ tag }) => tag === GRAPH.node).map(readNode);
+  const [inputs, outputs, infos] = [GRAPH.input, GRAPH.output, GRAPH.valueInfo].map((tag) => named(graph, tag, NAME));
   const initializers = named(graph, GRAPH.initializer, TENSOR.name);
   const known = new Set([...inputs!.keys(), ...initializers.keys(), ...nodes.flatMap((node) => node.outputs)]);
   const unknown = outputNames.filter((name) => !known.has(name));
@@ -43,30 +44,30 @@ export async function inferenceModel(
   for (const [name, { raw }] of inputs!) if (needed.has(name) && !state.has(name)) parts.push(raw);
   for (const name of outputNames) {
     const info = outputs!.get(name) ?? infos!.get(name) ?? inputs!.get(name);
-    parts.push(field(GRAPH.output, info ? content(info) : field(1, name)));
+    parts.push(field(GRAPH.output, info ? content(info) : field(NAME, name)));
   }
-  const handled = Object.values(GRAPH).filter((number) => number !== GRAPH.sparse);
-  parts.push(...graph.filter(({ number }) => !handled.includes(number)).map(({ raw }) => raw));
-  const others = fields(model).filter(
-    (part) => !(Object.values(MODEL).includes(part.number) && (part.number !== MODEL.metadata || isArtifact(part))),
+  const handled = [...Object.values(GRAPH), QUANTIZATION];
+  parts.push(...graph.filter(({ tag }) => !handled.includes(tag)).map(({ raw }) => raw));
+  const others = [...fields(model)].filter(
+    (part) => !(Object.values(MODEL).includes(part.tag) && (part.tag !== MODEL.metadata || isArtifact(part))),
   );
   return joined([...others.map(({ raw }) => raw), field(MODEL.graph, joined(parts))]);
 }
 
-const isArtifact = (part: Field): boolean => text(content(part), 1) === ARTIFACT;
+const isArtifact = (part: Field): boolean => text(content(part), NAME) === ARTIFACT;
 
-function named(graph: readonly Field[], number: number, key: number): Map<string, Field> {
-  return new Map(graph.filter((part) => part.number === number).map((part) => [text(content(part), key), part]));
+function named(graph: readonly Field[], tag: number, key: number): Map<string, Field> {
+  return new Map(graph.filter((part) => part.tag === tag).map((part) => [text(content(part), key), part]));
 }
 
 /** Reads a node; its inputs include what the bodies in its attributes take from around them. */
 function readNode(node: Field): { raw: Uint8Array; inputs: string[]; outputs: string[] } {
   const data = content(node);
-  const names = (number: number): string[] => contents(data, number).map((name) => new TextDecoder().decode(name));
+  const names = (tag: number): string[] => contents(data, tag).map((name) => new TextDecoder().decode(name));
   const bodies = contents(data, NODE.attribute).flatMap((attribute) => BODIES.flatMap((body) => contents(attribute, body)));
   const captured = bodies.flatMap((body) => [
-    ...contents(body, GRAPH.output).map((value) => text(value, 1)),
-    ...fields(body).flatMap((part) => (part.number === GRAPH.node ? readNode(part).inputs : [])),
+    ...contents(body, GRAPH.output).map((value) => text(value, NAME)),
+    ...[...fields(body)].flatMap((part) => (part.tag === GRAPH.node ? readNode(part).inputs : [])),
   ]);
   return { raw: node.raw, inputs: [...names(NODE.input), ...captured], outputs: names(NODE.output).filter(Boolean) };
 }

@@ -191,6 +191,28 @@ test("what is wrong with a batch or a model is said, and nothing changes", async
   await assert.rejects(Checkpoint.load(ort, contents("net", "nominal_checkpoint")), /no weights/);
 });
 
+test("models are read as protobuf reads them, in any encoding", async () => {
+  const state = await Checkpoint.load(ort, contents("none", "checkpoint"));
+  const create = (model) => Module.create(state, contents("none", "training_model.onnx"), model);
+  const encodings = (kind) => {
+    const folder = new URL(`../encodings/${kind}/`, BUILD);
+    return readdirSync(folder).map((file) => [`${kind}/${file}`, readFileSync(new URL(file, folder))]);
+  };
+  const batch = inputsOf(planOf("none").inputs[0]);
+  const { loss } = await (await create(contents("none", "eval_model.onnx"))).evalStep(batch);
+  for (const [name, model] of encodings("sound")) {
+    const module = await create(model);
+    assert.deepEqual((await module.evalStep(batch)).loss.data, loss.data, name);
+    await ort.InferenceSession.create(await module.exportModelForInferencing(["out"]));
+  }
+  const reaching = /keeps tensors in another file, which|has the operator (EPContext|PythonOp|PythonOpGrad|ATen), which/;
+  // As training models, which are read first.
+  const refused = (model, message, name) => assert.rejects(Module.create(state, model), message, name);
+  for (const [name, model] of encodings("reaching_out")) await refused(model, reaching, name);
+  for (const [name, model] of encodings("damaged")) await refused(model, /damaged, or no ONNX model/, name);
+  await refused(Buffer.from("\x18\0\0\0ORTM\0\0\0\0", "latin1"), /is in ORT format/);
+});
+
 test("expressions are evaluated as in Python", async () => {
   const source = fileURLToPath(new URL("../src/expressions.ts", import.meta.url));
   const [{ text }] = buildSync({ entryPoints: [source], format: "esm", write: false }).outputFiles;

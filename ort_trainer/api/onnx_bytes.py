@@ -15,7 +15,20 @@ from typing import Any
 import numpy as np
 
 from ..core.errors import shown
-from ..core.protobuf import ELEMENT_TYPES, VARINT, Field, Malformed, content, decoded, field, fields, tag, text, varint
+from ..core.protobuf import (
+    ELEMENT_TYPES,
+    VARINT,
+    Field,
+    Malformed,
+    content,
+    decoded,
+    delimited,
+    field,
+    fields,
+    tag,
+    text,
+    varint,
+)
 from ..step.contract import METADATA
 
 __all__ = ["inference_model"]
@@ -95,9 +108,7 @@ def inference_model(eval_model: bytes, state: Mapping[str, np.ndarray[Any, Any]]
     """
     try:
         model = list(fields(memoryview(eval_model)))
-        graph = _read_graph(
-            b"".join(f.value for f in model if f.number == _MODEL_GRAPH and isinstance(f.value, memoryview))
-        )
+        graph = _read_graph(b"".join(content(f) for f in delimited(memoryview(eval_model)) if f.number == _MODEL_GRAPH))
     except Malformed as error:
         raise ValueError(f"{_DAMAGED}{error}") from error
     if not graph.outputs:
@@ -162,19 +173,20 @@ def _described(graph: _Graph, name: str) -> bytes:
 
 def _is_artifact_metadata(entry: Field) -> bool:
     """Returns whether a field of the model is the description that makes it an artifact."""
-    return entry.number == _MODEL_METADATA and text(content(entry), _ENTRY_KEY) == METADATA
+    is_metadata = entry.number == _MODEL_METADATA and isinstance(entry.value, memoryview)
+    return is_metadata and text(content(entry), _ENTRY_KEY) == METADATA
 
 
 def _read_graph(data: memoryview | bytes) -> _Graph:
     graph = _Graph()
     named = {_GRAPH_INPUT: graph.inputs, _GRAPH_OUTPUT: graph.outputs, _GRAPH_VALUE_INFO: graph.value_info}
-    for part in fields(memoryview(data)):
+    for part in delimited(memoryview(data)):
         if part.number == _GRAPH_NODE:
             graph.nodes.append(_read_node(part))
         elif part.number == _GRAPH_INITIALIZER:
             graph.initializers[text(content(part), _TENSOR_NAME)] = part
         elif part.number == _GRAPH_SPARSE_INITIALIZER:
-            for values in fields(content(part)):
+            for values in delimited(content(part)):
                 if values.number == _SPARSE_TENSOR_VALUES:
                     graph.initializers[text(content(values), _TENSOR_NAME)] = part
         elif part.number in named:
@@ -186,13 +198,13 @@ def _read_graph(data: memoryview | bytes) -> _Graph:
 
 def _read_node(node_field: Field) -> _Node:
     node = _Node(node_field, set(), [])
-    for member in fields(content(node_field)):
+    for member in delimited(content(node_field)):
         if member.number == _NODE_INPUT:
             node.inputs.add(decoded(content(member)))
         elif member.number == _NODE_OUTPUT:
             node.outputs.append(decoded(content(member)))
         elif member.number == _NODE_ATTRIBUTE:
-            for value in fields(content(member)):
+            for value in delimited(content(member)):
                 if value.number in (_ATTRIBUTE_GRAPH, _ATTRIBUTE_GRAPHS):
                     node.inputs |= _read_graph(content(value)).needed_from_outside()
     node.inputs.discard("")  # an omitted optional input

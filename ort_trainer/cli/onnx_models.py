@@ -105,7 +105,7 @@ def _tensor(data: memoryview) -> dict[str, Any]:
     kind, name, outside = 0, "", False
     for part in fields(data):
         if part.number == _TENSOR_DIMS:  # one per field, or packed into one field
-            shape += [part.value] if isinstance(part.value, int) else varints(part.value)
+            shape += [part.value] if isinstance(part.value, int) else varints(content(part))
         elif part.number == _TENSOR_TYPE:
             kind = _number(part)
         elif part.number == _TENSOR_NAME:

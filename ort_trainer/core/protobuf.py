@@ -12,12 +12,14 @@ from typing import NamedTuple
 
 __all__ = [
     "BYTES",
+    "DEEPEST",
     "ELEMENT_TYPES",
     "VARINT",
     "Field",
     "Malformed",
     "content",
     "decoded",
+    "delimited",
     "field",
     "fields",
     "tag",
@@ -26,8 +28,11 @@ __all__ = [
     "varints",
 ]
 
-# Wire types of a field. The other two, groups, are deprecated.
-VARINT, _EIGHT_BYTES, BYTES, _FOUR_BYTES = 0, 1, 2, 5
+# Wire types of a field.
+VARINT, _EIGHT_BYTES, BYTES, _GROUP, _GROUP_END, _FOUR_BYTES = range(6)
+
+DEEPEST = 100
+"""How deep messages and groups may be nested, as in ONNX's Python and C++ libraries."""
 
 ELEMENT_TYPES = {
     1: "float32",
@@ -51,10 +56,14 @@ class Malformed(ValueError):
 
 
 class Field(NamedTuple):
-    """A field: its number, its value (bytes or an int), and the raw bytes of both."""
+    """A field: its number, its value, and the raw bytes of both.
+
+    The value is bytes, an int, or None for a group and a number of fixed size. Protobuf skips a field of a known number
+    with another wire type.
+    """
 
     number: int
-    value: memoryview | int
+    value: memoryview | int | None
     raw: memoryview
 
 
@@ -64,23 +73,39 @@ def fields(data: memoryview) -> Iterator[Field]:
     Raises:
         Malformed: If it is not a valid message.
     """
-    position = 0
+    position = start = 0
+    groups: list[int] = []  # numbers of those that are open
     while position < len(data):
-        start = position
         key, position = _read_varint(data, position)
         number, kind = key >> 3, key & 7
-        value: memoryview | int
+        value: memoryview | int | None = None
+        if number == 0 or key >> 32:  # protobuf would drop the upper bits
+            raise Malformed(f"invalid field at byte {start}")
         if kind == VARINT:
             value, position = _read_varint(data, position)
+        elif kind == _GROUP and len(groups) < DEEPEST:
+            groups.append(number)
+        elif kind == _GROUP_END and groups[-1:] == [number]:
+            groups.pop()
         else:
             size = {_EIGHT_BYTES: 8, _FOUR_BYTES: 4}.get(kind)
             if kind == BYTES:
                 size, position = _read_varint(data, position)
             if size is None or position + size > len(data):
                 raise Malformed(f"invalid field at byte {start}")
-            value = data[position : position + size]
+            if kind == BYTES:
+                value = data[position : position + size]
             position += size
-        yield Field(number, value, data[start:position])
+        if not groups:
+            yield Field(number, value, data[start:position])
+            start = position
+    if groups:
+        raise Malformed(f"the group at byte {start} has no end")
+
+
+def delimited(data: memoryview) -> Iterator[Field]:
+    """Yields the fields of a message that have bytes."""
+    return (entry for entry in fields(data) if isinstance(entry.value, memoryview))
 
 
 def varints(data: memoryview) -> list[int]:
@@ -96,16 +121,16 @@ def content(entry: Field) -> memoryview:
     """Returns the bytes of a field.
 
     Raises:
-        Malformed: If it is a number.
+        Malformed: If it has another wire type.
     """
-    if isinstance(entry.value, int):
-        raise Malformed(f"field {entry.number} is a number, expected bytes")
+    if not isinstance(entry.value, memoryview):
+        raise Malformed(f"field {entry.number} is not bytes")
     return entry.value
 
 
 def text(data: memoryview, number: int) -> str:
     """Returns a string field: the last if there are several, as every reader does, and "" if there is none."""
-    strings = [decoded(content(f)) for f in fields(data) if f.number == number]
+    strings = [decoded(content(f)) for f in delimited(data) if f.number == number]
     return strings[-1] if strings else ""
 
 

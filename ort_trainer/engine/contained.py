@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 
 from ..core.errors import shown
-from ..core.protobuf import Field, Malformed, content, fields, text
+from ..core.protobuf import DEEPEST, Field, Malformed, content, delimited, fields, text
 from .ort import CALLING_OUT, DOMAINS
 
 __all__ = ["check_contained", "custom_operators"]
@@ -24,8 +24,6 @@ _INSIDE: Mapping[str, Mapping[int, str]] = {
 _TENSOR_NAME, _EXTERNAL_DATA, _DATA_LOCATION = 8, 13, 14
 _NODE_OUTPUT, _NODE_NAME, _NODE_OPERATOR, _NODE_DOMAIN = 2, 3, 4, 7
 _FUNCTION_NAME, _FUNCTION_DOMAIN = 1, 10
-# The limit of ONNX's Python and C++ libraries.
-_DEEPEST = 100
 
 # The key under which external data has its path, and the names of operators that call out.
 _PLACE = b"location"
@@ -57,7 +55,7 @@ def _check(parts: Iterable[tuple[str, memoryview]], name: str) -> None:
     """Raises a ValueError for a tensor in another file, or a node that calls out."""
     for kind, part in parts:
         if kind == "tensor":
-            if any(member.number == _EXTERNAL_DATA or _is_external_mark(member) for member in fields(part)):
+            if any(_names_file(member) for member in fields(part)):
                 raise ValueError(
                     f"{name} keeps the data of {shown(text(part, _TENSOR_NAME))} in another file. No exported model "
                     "does, and it could name any file: save the model with all its data in it"
@@ -71,9 +69,11 @@ def _check(parts: Iterable[tuple[str, memoryview]], name: str) -> None:
                 )
 
 
-def _is_external_mark(member: Field) -> bool:
-    """Returns whether a field of a tensor is ``data_location = EXTERNAL``."""
-    return member.number == _DATA_LOCATION and member.value != 0
+def _names_file(member: Field) -> bool:
+    """Returns whether a field of a tensor is a part of ``external_data``, or ``data_location = EXTERNAL``."""
+    if isinstance(member.value, int):
+        return member.number == _DATA_LOCATION and member.value != 0
+    return member.number == _EXTERNAL_DATA and member.value is not None
 
 
 def custom_operators(data: bytes) -> list[str]:
@@ -104,13 +104,13 @@ def _parts(data: bytes) -> Iterator[tuple[str, memoryview]]:
     pending = [("model", memoryview(data), 0)]
     while pending:
         kind, part, depth = pending.pop()
-        if depth > _DEEPEST:
+        if depth > DEEPEST:
             raise Malformed("its graphs are nested too deeply")
         yield kind, part
         inside = _INSIDE[kind]
         if inside:
             pending += [
                 (inside[member.number], content(member), depth + 1)
-                for member in fields(part)
+                for member in delimited(part)
                 if member.number in inside
             ]

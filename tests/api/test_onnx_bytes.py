@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from ort_trainer.api.onnx_bytes import inference_model
 from ort_trainer.state.training_api import read_checkpoint
 from ort_trainer.step.contract import METADATA, Step, from_metadata
 
+from ..portable.onnx_encodings import Encoder
 from .exported import export
 
 FLOAT = TensorProto.FLOAT
@@ -92,6 +94,16 @@ def test_what_an_output_does_not_need_is_gone() -> None:
     assert {p.key: p.value for p in made.metadata_props} == {"mine": "kept"}
     assert (made.ir_version, made.opset_import[0].version, made.graph.name) == (10, 21, "evaluation")
     (logits,) = compute(made.SerializeToString(), INPUTS)
+    np.testing.assert_allclose(logits, INPUTS["x"] @ STATE["weight"] + STATE["bias"])
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("seed", range(5))
+def test_other_encodings_of_the_same_model(seed: int) -> None:
+    data = Encoder(random.Random(seed)).message(affine())
+    made = inference_model(data, STATE, ["logits"])
+    assert METADATA not in {p.key for p in onnx.load_from_string(made).metadata_props}
+    (logits,) = compute(made, INPUTS)
     np.testing.assert_allclose(logits, INPUTS["x"] @ STATE["weight"] + STATE["bias"])
 
 

@@ -14,6 +14,7 @@ from ort_trainer import ORTTrainer, ORTTrainerOptions, optim
 from ort_trainer.api import CheckpointState, Module, Optimizer
 
 from expressions import DIVISIONS_BY_ZERO, REFUSED, SIZES, VALUES  # isort: skip, beside this file
+from onnx_encodings import write_encodings  # isort: skip
 
 BUILD = Path(__file__).parents[2] / "build" / "portable"
 # Numbers and texts that other languages write in another way than Python.
@@ -113,6 +114,7 @@ def main() -> None:
         ("none", optim.AdamWConfig(lr=0.1), None),
     ):
         write(name, nn.Linear(4, 2), desc, config, scheduler, small, nn.functional.mse_loss)
+    write_encodings(BUILD.parent / "encodings", (BUILD / "none" / "eval_model.onnx").read_bytes())
 
 
 if __name__ == "__main__":
