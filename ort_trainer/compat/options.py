@@ -6,29 +6,34 @@ This module alone decides what old scripts may do that others may not: see :meth
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ContextDecorator
 from enum import IntEnum
 from functools import reduce
 from types import TracebackType
 from typing import Any
 
+import torch
+
 import ort_trainer
 
 from .. import optim
 from ..core.errors import warn
-from ..engine.ort import engine, has_cuda
+from ..engine.ort import engine
 from ..options.checks import SPELLINGS
 from ..options.schema import leaves, load_schema
 
 __all__ = [
     "ASSERTED",
+    "PROVIDER_SETTINGS",
     "AdamConfig",
     "LambConfig",
     "ORTTrainerOptions",
     "PropagateCastOpsStrategy",
     "SGDConfig",
+    "forget_device_defaults",
     "raising",
+    "set_cuda_device_id",
     "set_cuda_mem_limit",
 ]
 
@@ -38,7 +43,7 @@ _HAPPENS_ANYWAY = re.compile(
     r"distributed\.allreduce_post_accumulation:|utils\.run_symbolic_shape_infer:"
     r"|graph_transformer\.propagate_cast_ops_config\.strategy:.*'NONE'"
 )
-_memory_limit = 0
+_device_defaults: dict[str, Any] = {}
 
 
 class PropagateCastOpsStrategy(IntEnum):
@@ -63,7 +68,7 @@ class _StrategyName(str):
 
 
 def set_cuda_mem_limit(limit: int) -> None:
-    """Limits the memory of ONNX Runtime on a CUDA device: sets the default of ``device.mem_limit`` for later options.
+    """Limits the memory on a CUDA device: sets the default of ``device.mem_limit`` for later options.
 
     Args:
         limit: Bytes; 0 means no limit.
@@ -72,25 +77,75 @@ def set_cuda_mem_limit(limit: int) -> None:
         TypeError: If it is not an int.
         ValueError: If it is negative.
     """
-    global _memory_limit
-    if isinstance(limit, bool) or not isinstance(limit, int):
-        raise TypeError(f"limit must be an int, in bytes, but {limit!r} was given")
-    if limit < 0:
-        raise ValueError(f"limit must be at least 0, but {limit} was given")
-    if limit and not has_cuda():
-        warn(f"set_cuda_mem_limit({limit}) has no effect: there is no CUDA device")
-        limit = 0
-    _memory_limit = limit
+    _set_device("set_cuda_mem_limit", "mem_limit", limit, limit)
+
+
+def set_cuda_device_id(device_id: int) -> None:
+    """Chooses a CUDA device: sets the default of ``device.id`` for later options.
+
+    Raises:
+        TypeError: If it is not an int.
+        ValueError: If there are CUDA devices, but not this one, or if it is negative.
+    """
+    devices = torch.cuda.device_count()
+    if devices and isinstance(device_id, int) and device_id >= devices:
+        raise ValueError(f"device_id must be less than {devices}, the CUDA devices here, but {device_id} was given")
+    _set_device("set_cuda_device_id", "id", device_id, f"cuda:{device_id}")
+
+
+def _set_device(function: str, option: str, number: int, default: int | str) -> None:
+    """Sets the default of an option of ``device``; without a CUDA device, a warning says that it has no effect."""
+    if isinstance(number, bool) or not isinstance(number, int):
+        raise TypeError(f"{function}() takes an int, but {number!r} was given")
+    if number < 0:
+        raise ValueError(f"{function}() takes an int of at least 0, but {number} was given")
+    if torch.cuda.is_available():
+        _device_defaults[option] = default
+    elif number:
+        warn(f"{function}({number}) has no effect: there is no CUDA device")
+
+
+def forget_device_defaults() -> None:
+    """Undoes :func:`set_cuda_mem_limit` and :func:`set_cuda_device_id`."""
+    _device_defaults.clear()
+
+
+def _provider_setting(name: str, *values: object) -> Callable[[Any], None]:
+    """Returns a function for a setting of ONNX Runtime's CUDA provider; the first value is the provider's default."""
+
+    def function(value: Any) -> None:
+        value = getattr(value, "name", value)
+        if value not in values:
+            raise ValueError(f"set_{name}() takes one of {list(values)}, but {value!r} was given")
+        if value != values[0]:
+            warn(
+                f"set_{name}({value}) has no effect on PyTorch's kernels, which train by default; for those of ONNX "
+                f"Runtime, give the option provider_options={{'CUDAExecutionProvider': {{{name!r}: '{value}'}}}}"
+            )
+
+    function.__name__ = function.__qualname__ = f"set_{name}"
+    return function
+
+
+PROVIDER_SETTINGS = {
+    function.__name__: function
+    for function in (
+        _provider_setting("arena_extend_strategy", "kNextPowerOfTwo", "kSameAsRequested"),
+        _provider_setting("cudnn_conv_algo_search", "EXHAUSTIVE", "HEURISTIC", "DEFAULT"),
+        _provider_setting("do_copy_in_default_stream", True, False),
+    )
+}
+"""Legacy's functions for the CUDA provider of all sessions, which builds of ONNX Runtime without CUDA lack."""
 
 
 def _with_legacy_defaults(options: Any) -> Any:
     """Returns options with the defaults of legacy.
 
     A legacy trainer trained copies of the weights, so several could start from one model; its mixed precision was
-    float16; and :func:`set_cuda_mem_limit` set the memory limit.
+    float16; and :func:`set_cuda_mem_limit` and :func:`set_cuda_device_id` set the memory limit and the device.
     """
     options = {} if options is None else options
-    defaults: dict[str, dict[str, Any]] = {"utils": {"share_weights": False}, "device": {"mem_limit": _memory_limit}}
+    defaults: dict[str, dict[str, Any]] = {"utils": {"share_weights": False}, "device": _device_defaults}
     precision = options.get("mixed_precision") if isinstance(options, Mapping) else None
     if isinstance(precision, Mapping) and precision.get("enabled"):
         defaults["mixed_precision"] = {"dtype": "float16"}

@@ -13,7 +13,16 @@ from ..options import ModelDescription
 from . import c_session, checkpoint, older_api, onnxblock, options, ort_module
 from .gradient_graph import GradientGraphBuilder, export_gradient_graph
 from .modules import is_changed, module_named, put_in_place, restore, set_name
-from .options import ASSERTED, ORTTrainerOptions, PropagateCastOpsStrategy, raising, set_cuda_mem_limit
+from .options import (
+    ASSERTED,
+    PROVIDER_SETTINGS,
+    ORTTrainerOptions,
+    PropagateCastOpsStrategy,
+    forget_device_defaults,
+    raising,
+    set_cuda_device_id,
+    set_cuda_mem_limit,
+)
 from .trainer import ORTTrainer, TrainingSession
 
 __all__ = ["install_all", "uninstall_all"]
@@ -64,14 +73,16 @@ _NAMES: dict[str, dict[str, Any]] = {
     "onnxruntime.capi._pybind_state": {
         **{name: getattr(c_session, name) for name in c_session.__all__},
         "TrainingParameters": ort_trainer.TrainingParameters,
+        "set_cuda_device_id": set_cuda_device_id,
         "set_cuda_mem_limit": set_cuda_mem_limit,
+        "set_gpu_mem_limit": set_cuda_mem_limit,
     },
     "onnxruntime.capi.ort_trainer": {name: getattr(older_api, name) for name in older_api.__all__},
 }
 # Names that are set only if the engine does not have them.
 _MISSING: dict[str, dict[str, Any]] = {
     "onnxruntime.training": {"PropagateCastOpsStrategy": PropagateCastOpsStrategy},
-    "onnxruntime.capi._pybind_state": {"GradientGraphBuilder": GradientGraphBuilder},
+    "onnxruntime.capi._pybind_state": {"GradientGraphBuilder": GradientGraphBuilder, **PROVIDER_SETTINGS},
     "onnxruntime.training.onnxblock": {name: getattr(onnxblock, name) for name in onnxblock.__all__},
     **{
         f"onnxruntime.training.onnxblock.{part.__name__.rpartition('.')[2]}": {
@@ -107,5 +118,5 @@ def install_all() -> None:
 
 def uninstall_all() -> None:
     """Undoes :func:`install_all`."""
-    set_cuda_mem_limit(0)
+    forget_device_defaults()
     restore()

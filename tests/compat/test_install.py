@@ -97,6 +97,18 @@ def test_a_stock_engine_gets_our_gradient_builder(installed: None) -> None:
     assert not hasattr(state, "GradientGraphBuilder")
 
 
+@pytest.mark.engine
+def test_an_engine_without_cuda_gets_the_settings_of_its_devices(installed: None) -> None:
+    state = importlib.import_module("onnxruntime.capi._pybind_state")
+    names = ["set_cuda_device_id", "set_cuda_mem_limit", "set_gpu_mem_limit", *old_options.PROVIDER_SETTINGS]
+    for name in names:
+        assert callable(getattr(state, name))
+    with pytest.warns(UserWarning, match=r"set_arena_extend_strategy\(kSameAsRequested\) has no effect on PyTorch's"):
+        state.set_arena_extend_strategy(state.ArenaExtendStrategy.kSameAsRequested)
+    compat.uninstall()
+    assert not any(hasattr(state, name) for name in names)
+
+
 @pytest.mark.skipif(not HAS_TRAINING, reason="a stock engine has none")
 def test_the_gradient_builder_is_that_of_onnxruntime_training(installed: None) -> None:
     state = importlib.import_module("onnxruntime.capi._pybind_state")

@@ -9,10 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from onnxruntime.capi._pybind_state import ArenaExtendStrategy
 
 import ort_trainer
 from ort_trainer.compat import options as module
-from ort_trainer.compat.options import ORTTrainerOptions, PropagateCastOpsStrategy, set_cuda_mem_limit
+from ort_trainer.compat.options import (
+    ORTTrainerOptions,
+    PropagateCastOpsStrategy,
+    forget_device_defaults,
+    set_cuda_device_id,
+    set_cuda_mem_limit,
+)
 
 
 def test_documented_spellings_mean_what_the_code_called_them() -> None:
@@ -156,20 +163,51 @@ def test_weights_are_copied_as_they_were() -> None:
         ORTTrainerOptions({"utils": 3})
 
 
-def test_a_memory_limit_set_beforehand_is_that_of_options(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "has_cuda", lambda: True)
+def test_a_device_set_beforehand_is_that_of_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     set_cuda_mem_limit(1 << 30)
+    set_cuda_device_id(1)
     try:
-        assert ORTTrainerOptions().device.mem_limit == ORTTrainerOptions({"device": {}}).device.mem_limit == 1 << 30
-        assert ORTTrainerOptions({"device": {"mem_limit": 5}}).device.mem_limit == 5
+        for options in (ORTTrainerOptions(), ORTTrainerOptions({"device": {}})):
+            assert (options.device.id, options.device.mem_limit) == ("cuda:1", 1 << 30)
+        options = ORTTrainerOptions({"device": {"id": "cpu", "mem_limit": 5}})
+        assert (options.device.id, options.device.mem_limit) == ("cpu", 5)
+        with pytest.raises(ValueError, match="device_id must be less than 2, the CUDA devices here, but 2"):
+            set_cuda_device_id(2)
     finally:
-        set_cuda_mem_limit(0)
-    assert ORTTrainerOptions().device.mem_limit == 0
-    monkeypatch.setattr(module, "has_cuda", lambda: False)
-    with pytest.warns(UserWarning, match=r"set_cuda_mem_limit\(7\) has no effect: there is no CUDA device"):
-        set_cuda_mem_limit(7)
-    assert ORTTrainerOptions().device.mem_limit == 0
-    with pytest.raises(ValueError, match="limit must be at least 0, but -1"):
-        set_cuda_mem_limit(-1)
-    with pytest.raises(TypeError, match="limit must be an int, in bytes, but 'all'"):
-        set_cuda_mem_limit("all")
+        forget_device_defaults()
+    assert ORTTrainerOptions().device.mem_limit == 0 and not ORTTrainerOptions().is_given("device.id")
+
+
+@pytest.mark.parametrize("function", [set_cuda_mem_limit, set_cuda_device_id])
+def test_a_device_that_is_not_there(function: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    with pytest.warns(UserWarning, match=rf"{function.__name__}\(7\) has no effect: there is no CUDA device"):
+        function(7)
+    function(0)
+    assert ORTTrainerOptions().device.mem_limit == 0 and not ORTTrainerOptions().is_given("device.id")
+    with pytest.raises(ValueError, match=rf"{function.__name__}\(\) takes an int of at least 0, but -1"):
+        function(-1)
+    for wrong in ("all", True):
+        with pytest.raises(TypeError, match=rf"{function.__name__}\(\) takes an int, but {wrong!r}"):
+            function(wrong)
+
+
+@pytest.mark.parametrize(
+    ("name", "default", "other"),
+    [
+        ("arena_extend_strategy", ArenaExtendStrategy.kNextPowerOfTwo, ArenaExtendStrategy.kSameAsRequested),
+        ("cudnn_conv_algo_search", "EXHAUSTIVE", "HEURISTIC"),
+        ("do_copy_in_default_stream", True, False),
+    ],
+)
+def test_settings_of_the_cuda_provider(name: str, default: Any, other: Any, recwarn: pytest.WarningsRecorder) -> None:
+    function = module.PROVIDER_SETTINGS[f"set_{name}"]
+    function(default)
+    assert not recwarn
+    with pytest.warns(UserWarning, match=rf"set_{name}\(.*provider_options={{'CUDAExecutionProvider': {{'{name}': '"):
+        function(other)
+    with pytest.raises(ValueError, match=rf"set_{name}\(\) takes one of \[.*, but 'sideways'"):
+        function("sideways")
