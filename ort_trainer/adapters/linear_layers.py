@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import ast
+import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
@@ -15,6 +15,8 @@ __all__ = ["LinearLayer", "linear_layers", "read_by_layers_alone"]
 _STANDARD = ("", "ai.onnx")
 # The key where torch.onnx (dynamo=True) records the paths of the modules around a node, outermost first.
 _SCOPES = "pkg.torch.onnx.name_scopes"
+# A str in the Python list that this is.
+_SCOPE = re.compile(r"'([^'\\]*)'|\"([^\"\\]*)\"")
 # Nodes that lead from a stored weight to the matrix of a product.
 _OF_WEIGHTS = ("Transpose", "Cast", "Identity", "DequantizeLinear")
 
@@ -155,11 +157,10 @@ def _path(node: ir.Node, weight: str, bias: str) -> str:
     path = _without_last(weight.removesuffix(".int8").removesuffix(".int4"))  # as quantize() writes them
     if path:
         return path
-    if _SCOPES in node.metadata_props:
-        # The last scope is the node itself.
-        paths = [scope for scope in ast.literal_eval(node.metadata_props[_SCOPES])[:-1] if scope]
-        if paths:
-            return str(paths[-1])
+    # The last scope is the node itself.
+    scopes = ["".join(scope) for scope in _SCOPE.findall(node.metadata_props.get(_SCOPES, ""))[:-1]]
+    if any(scopes):
+        return [scope for scope in scopes if scope][-1]
     path = _without_last(bias)
     if path:
         return path

@@ -18,7 +18,7 @@ from ..core.errors import ExportError, shown
 from ..core.sealed import digest
 from ..export.onnx import OnnxModel
 from ..step.emitter import Emitter, Names
-from ..step.onnx_file import WEIGHTS
+from ..step.onnx_file import WEIGHTS, recorded_weights
 from .linear_layers import LinearLayer, linear_layers
 from .lora import LoRA
 from .onnx_models import add_initializer, editable, names_in
@@ -82,10 +82,13 @@ def adapter_of(model: ir.Model, what: str = "the model") -> Adapter:
         raise ValueError(f"{what} has no adapter of ort_trainer.adapters: add one with add_adapter(model, LoRA(...))")
     try:
         entries = json.loads(model.metadata_props[_KEY])
-        lora = LoRA(**entries["lora"])
-        return Adapter(lora, tuple(entries["layers"]), tuple(entries["trained"]), str(entries["base"]))
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"the metadata {_KEY!r} of {what} are damaged: {error!r}") from error
+        layers, trained = (tuple(map(str.__str__, entries[key])) for key in ("layers", "trained"))
+        return Adapter(LoRA(**entries["lora"]), layers, trained, str(entries["base"]))
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        raise ValueError(
+            f"the metadata {_KEY!r} of {what} are damaged ({shown(error)}): add the adapter to its base again, or load "
+            "it with load_adapter"
+        ) from error
 
 
 def add_lora(
@@ -125,8 +128,7 @@ def add_lora(
     model.metadata_props[_KEY] = json.dumps(
         {"lora": dataclasses.asdict(lora), "layers": adapter.layers, "trained": adapter.trained, "base": base}
     )
-    recorded = json.loads(model.metadata_props[WEIGHTS])
-    model.metadata_props[WEIGHTS] = json.dumps({**recorded, "trained": adapter.tensors})
+    model.metadata_props[WEIGHTS] = json.dumps({**recorded_weights(model), "trained": adapter.tensors})
     return model
 
 

@@ -11,9 +11,10 @@ import onnx_ir as ir
 import torch
 
 from ..core.atomic import atomic_path, check_target, explained, replace_all, temporary_folder
+from ..core.errors import ExportError, shown
 from .contract import Step
 
-__all__ = ["TYPE", "WEIGHTS", "save_model", "to_proto", "with_weights"]
+__all__ = ["TYPE", "WEIGHTS", "recorded_weights", "save_model", "to_proto", "with_weights"]
 
 WEIGHTS = "ort_trainer.weights"
 """Key of the file's metadata that lists which initializers are trained weights, and which are frozen."""
@@ -50,6 +51,22 @@ def save_model(model: ir.Model, path: Path, limit: int = _MAXIMUM_PROTOBUF) -> N
         with explained(path):
             ir.save(model, folder / path.name, external_data=data)
         replace_all([(folder / name, path.with_name(name)) for name in (data, path.name)], like=path)
+
+
+def recorded_weights(model: ir.Model) -> dict[str, list[str]]:
+    """Returns the names that a model's metadata list as ``trained``, ``frozen`` and ``buffers``; none without metadata.
+
+    Raises:
+        ExportError: If the metadata are damaged.
+    """
+    try:
+        recorded = json.loads(model.metadata_props.get(WEIGHTS, '{"trained": [], "frozen": []}'))
+        names = {"buffers": [], **recorded, "frozen": recorded["frozen"], "trained": recorded["trained"]}
+        if not all(isinstance(each, list) and all(isinstance(name, str) for name in each) for each in names.values()):
+            raise TypeError("they are not lists of names")
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        raise ExportError(f"the model's metadata {WEIGHTS!r} are damaged: {shown(error)}. Remove them") from error
+    return names
 
 
 def to_proto(model: ir.Model) -> onnx.ModelProto:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..core.errors import CheckpointError
+from ..core.errors import CheckpointError, check_file
 from ..core.foreign import is_upstream_checkpoint
 from ..core.protobuf import ELEMENT_TYPES
 from .flatbuffer import Table
@@ -105,8 +105,7 @@ def read_upstream_checkpoint(source: str | os.PathLike[str] | bytes) -> Upstream
         data, name, path = bytes(source), "the given checkpoint", None
     elif isinstance(source, (str, os.PathLike)):
         path = Path(source)
-        if not path.is_file():
-            raise FileNotFoundError(f"there is no checkpoint {str(path)!r}")
+        check_file(path, "checkpoint")
         data, name = path.read_bytes(), repr(str(path))
     else:
         raise TypeError(f"source must be a path or bytes, but got {type(source).__name__}")

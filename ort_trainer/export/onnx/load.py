@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import keyword
 import logging
 import os
@@ -17,8 +16,8 @@ import onnx_ir as ir
 import onnx_ir.passes.common as common_passes
 import torch
 
-from ...core.errors import ExportError, shown
-from ...step.onnx_file import TYPE, WEIGHTS
+from ...core.errors import ExportError, check_file, shown
+from ...step.onnx_file import TYPE, WEIGHTS, recorded_weights
 from .classical import name_coefficients, outputs_before_maps, select_features, without_maps
 from .embedded import WEIGHT_TYPES, constant_floats, embedded_floats, lift
 from .external_data import check_external_data
@@ -136,6 +135,8 @@ def _load(source: onnx.ModelProto | str | os.PathLike[str] | bytes) -> OnnxModel
     proto, types = without_maps(proto)
     # Two copies that share the memory of their tensors: one to write again node for node, and one to run.
     file, model = ir.from_proto(proto), ir.from_proto(proto)
+    for each in (file, model):
+        ir.passes.Sequential(common_passes.TopologicalSortPass())(each)  # a circle is a PassError
     check_calls(model)
     memory = LoadedTensors(model, folder)
     memory.adopt(file)
@@ -160,12 +161,9 @@ def _load(source: onnx.ModelProto | str | os.PathLike[str] | bytes) -> OnnxModel
     statistics -= {name for name in constants if any(i < 3 for _, i in graph.initializers[name].uses())}
     frozen: set[str] = set()
     if WEIGHTS in model.metadata_props:
-        try:
-            marked = json.loads(model.metadata_props[WEIGHTS])
-            frozen = set(marked["frozen"]) & weights
-            weights = (set(marked["trained"]) & weights) | frozen
-        except (KeyError, TypeError, ValueError) as error:
-            raise ExportError(f"the model's metadata {WEIGHTS!r} are damaged: {error!r}. Remove them") from error
+        recorded = recorded_weights(model)
+        frozen = weights.intersection(recorded["frozen"])
+        weights = weights.intersection(recorded["trained"]) | frozen
         statistics -= weights
     else:
         weights = _guess_weights(model, weights - statistics, constants)
@@ -220,6 +218,7 @@ def _read(source: onnx.ModelProto | str | os.PathLike[str] | bytes) -> tuple[onn
         proto = source
     else:
         if not isinstance(source, bytes):
+            check_file(source, "ONNX model")
             path = Path(source)
             what, folder, source = f"{str(path)!r}", path.absolute().parent, path.read_bytes()
         if source[4:8] == _ORT_FORMAT:
