@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from ..step.emitter import Names
+from ..step.onnx_file import corruption_reported
 
 __all__ = ["LinearLayer", "linear_layers", "read_by_layers_alone"]
 
@@ -55,6 +56,7 @@ class LinearLayer:
         return value
 
 
+@corruption_reported("the model")
 def linear_layers(model: ir.Model, without: Collection[str] = ()) -> list[LinearLayer]:
     """Returns the linear layers of a model's graph, in order; layers that share a weight have the same name.
 

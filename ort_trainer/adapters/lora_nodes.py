@@ -82,7 +82,7 @@ def adapter_of(model: ir.Model, what: str = "the model") -> Adapter:
         raise ValueError(f"{what} has no adapter of ort_trainer.adapters: add one with add_adapter(model, LoRA(...))")
     try:
         entries = json.loads(model.metadata_props[_KEY])
-        layers, trained = (tuple(map(str.__str__, entries[key])) for key in ("layers", "trained"))
+        layers, trained = (tuple(dict.fromkeys(map(str.__str__, entries[key]))) for key in ("layers", "trained"))
         return Adapter(LoRA(**entries["lora"]), layers, trained, str(entries["base"]))
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(
@@ -271,12 +271,12 @@ def products(model: ir.Model, adapter: Adapter) -> Iterator[Product]:
         a, b = (model.graph.initializers.get(f"{layer}.lora_{part}.weight") for part in "AB")
         if a is None or b is None:
             raise ValueError(f"the model's metadata name an adapter of {layer!r}, but its tensors are missing")
-        for turned, _ in [*b.uses()]:
-            for product, _ in [*turned.outputs[0].uses()]:
+        for turned in dict.fromkeys(node for node, _ in b.uses()):
+            for product in dict.fromkeys(node for node, _ in turned.outputs[0].uses()):
                 nodes = [product]
                 for op_type in ("Mul", "Add"):
                     users = [node for node, _ in nodes[-1].outputs[0].uses()]
-                    if [node.op_type for node in users] != [op_type]:
+                    if [node.op_type for node in users] != [op_type] or None in users[0].inputs:
                         raise ValueError(f"the nodes of the adapter of {layer!r} were changed by another program")
                     nodes += users
                 yield Product(layer, a, b, nodes[1], nodes[2])

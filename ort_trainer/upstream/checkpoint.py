@@ -215,7 +215,7 @@ class _Reader:
         """Returns bytes of the second file; fewer if the file is too short."""
         assert self._external is not None
         with self._external.open("rb") as file:
-            file.seek(offset)
+            file.seek(min(offset, self._external.stat().st_size))
             return memoryview(file.read(min(size, self._left)))
 
     def _text(self, table: Table, number: int) -> str:

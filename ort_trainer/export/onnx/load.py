@@ -17,7 +17,7 @@ import onnx_ir.passes.common as common_passes
 import torch
 
 from ...core.errors import ExportError, check_file, shown
-from ...step.onnx_file import TYPE, WEIGHTS, recorded_weights
+from ...step.onnx_file import TYPE, WEIGHTS, corruption_reported, recorded_weights
 from .classical import name_coefficients, outputs_before_maps, select_features, without_maps
 from .embedded import WEIGHT_TYPES, constant_floats, embedded_floats, lift
 from .external_data import check_external_data
@@ -123,20 +123,18 @@ def load_onnx_model(source: onnx.ModelProto | str | os.PathLike[str] | bytes) ->
         FileNotFoundError: If the file, or a file of its external data, does not exist.
         ExportError: If it is not an ONNX model, can't be read, or asks for files outside its folder.
     """
-    try:
-        return _load(source)
-    except (ir.serde.SerdeError, ir.passes.PassError) as error:
-        reason = error.__cause__ or error
-        raise ExportError(f"the ONNX model is damaged: {type(reason).__name__}: {shown(str(reason))}") from error
-
-
-def _load(source: onnx.ModelProto | str | os.PathLike[str] | bytes) -> OnnxModel:
     proto, folder = _read(source)
+    with corruption_reported("the ONNX model", ExportError):
+        return _load(proto, folder)
+
+
+def _load(proto: onnx.ModelProto, folder: Path | None) -> OnnxModel:
     proto, types = without_maps(proto)
     # Two copies that share the memory of their tensors: one to write again node for node, and one to run.
     file, model = ir.from_proto(proto), ir.from_proto(proto)
     for each in (file, model):
         ir.passes.Sequential(common_passes.TopologicalSortPass())(each)  # a circle is a PassError
+    _check_values(model)
     check_calls(model)
     memory = LoadedTensors(model, folder)
     memory.adopt(file)
@@ -169,6 +167,8 @@ def _load(source: onnx.ModelProto | str | os.PathLike[str] | bytes) -> OnnxModel
         weights = _guess_weights(model, weights - statistics, constants)
     # Up to IR version 3, initializers are inputs too.
     inputs = tuple(str(value.name) for value in graph.inputs if not value.is_initializer())
+    if len({*inputs}) < len(inputs):
+        raise ExportError(f"the ONNX model is damaged: two of its inputs {shown(inputs)} have the same name")
     with_value = [str(v.name) for v in graph.inputs if v.is_initializer() and proto.ir_version > _OF_INPUTS]
     names = [*(name for name in graph.initializers if name in weights)]
     names += [name for name in graph.initializers if name in statistics]
@@ -192,6 +192,23 @@ def _load(source: onnx.ModelProto | str | os.PathLike[str] | bytes) -> OnnxModel
         frozenset(frozen),
         {name: place for name, place in coefficients.items() if name in weights},
     )
+
+
+def _check_values(model: ir.Model) -> None:
+    """Checks that all values that nodes take and graphs return exist."""
+    parts: list[ir.Graph | ir.Function] = [*model.graphs(), *model.functions.values()]
+    parts += [graph for function in model.functions.values() for graph in function.subgraphs()]
+    for value in (value for part in parts for owner in (*part, part) for value in _used(owner)):
+        if value and not (value.producer() or value.is_graph_input() or value.is_initializer()):
+            raise ExportError(
+                f"the ONNX model is damaged: it uses {shown(value.name)}, which is neither an input, nor stored, nor "
+                "computed"
+            )
+
+
+def _used(owner: ir.Node | ir.Graph | ir.Function) -> Sequence[ir.Value | None]:
+    """Returns what a node takes, or a graph returns."""
+    return owner.inputs if isinstance(owner, ir.Node) else owner.outputs
 
 
 def is_argument(name: str) -> bool:
@@ -235,7 +252,8 @@ def _read(source: onnx.ModelProto | str | os.PathLike[str] | bytes) -> tuple[onn
     if proto.graph.sparse_initializer:
         names = [initializer.values.name for initializer in proto.graph.sparse_initializer]
         raise ExportError(f"{what} has sparse initializers {names}, which are not supported: make them dense")
-    check_external_data(proto, folder, what)
+    with corruption_reported(what, ExportError):
+        check_external_data(proto, folder, what)
     return proto, folder
 
 
