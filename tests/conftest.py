@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import hashlib
 import os
 import pickle
 import shutil
@@ -118,6 +119,13 @@ def _chosen(node: pytest.Item | pytest.Collector) -> Iterator[None]:
     yield
     for name, value in before.items():
         known[name]["default"] = value
+
+
+@pytest.fixture
+def seed(request: pytest.FixtureRequest) -> int:
+    """The seed of the first drawn case: the commit determines it, so that every gate has other cases."""
+    commit = request.config.getoption("seed") or choose.commit()
+    return int.from_bytes(hashlib.sha256(commit.encode()).digest()[:3], "big") * 100
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -12,12 +12,15 @@ import onnx_ir as ir
 from ..core.sealed import digest
 from ..export.onnx import FOLDED_FROM, float_name
 from ..step.emitter import Names
+from ..step.onnx_file import corruption_reported
 
 __all__ = ["LinearLayer", "linear_layers", "read_by_layers_alone"]
 
 _STANDARD = ("", "ai.onnx")
 # The key where torch.onnx (dynamo=True) records the paths of the modules around a node, outermost first.
 _SCOPES = "pkg.torch.onnx.name_scopes"
+# A str in the Python lists that exporters record.
+_STRING = re.compile(r"'([^'\\]*)'|\"([^\"\\]*)\"")
 # Nodes that lead from a stored weight to the matrix of a product.
 _OF_WEIGHTS = ("Transpose", "Cast", "Identity", "QuantizeLinear", "DequantizeLinear")
 
@@ -68,6 +71,7 @@ class LinearLayer:
         return value
 
 
+@corruption_reported("the model")
 def linear_layers(model: ir.Model, without: Collection[str] = ()) -> list[LinearLayer]:
     """Returns the linear layers of a model's graph, in order; layers that share a weight have the same name.
 
@@ -194,7 +198,7 @@ def _path(node: ir.Node, weight: ir.Value, bias: str) -> str:
 
 def _strings(text: str) -> list[str]:
     """Returns the strings in the representation of a list."""
-    return re.findall("'([^']*)'", text)
+    return ["".join(quoted) for quoted in _STRING.findall(text)]
 
 
 def _without_last(name: str) -> str:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import difflib
-import math
 import re
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -57,7 +57,7 @@ class LoRA:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)):
                 raise TypeError(f"{name} must be a number, but {shown(value)} was given")
-            if not math.isfinite(value):
+            if not abs(value) <= sys.float_info.max:
                 raise ValueError(f"{name} must be finite, but {value} was given")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout must be at least 0 and less than 1, but {self.dropout} was given")

@@ -15,10 +15,10 @@ import onnx_ir as ir
 import onnx_ir.passes.common as common_passes
 import torch
 
-from ..core.errors import ExportError
+from ..core.errors import ExportError, shown
 from ..export.onnx import OnnxModel
 from ..step.emitter import Emitter, Names
-from ..step.onnx_file import WEIGHTS
+from ..step.onnx_file import WEIGHTS, recorded_weights
 from .linear_layers import LinearLayer, linear_layers
 from .lora import LoRA
 from .onnx_models import add_initializer, editable, names_in
@@ -85,10 +85,13 @@ def adapter_of(model: ir.Model, what: str = "the model") -> Adapter:
         raise ValueError(f"{what} has no adapter of ort_trainer.adapters: add one with add_adapter(model, LoRA(...))")
     try:
         entries = json.loads(model.metadata_props[_KEY])
-        lora = LoRA(**entries["lora"])
-        return Adapter(lora, tuple(entries["layers"]), tuple(entries["trained"]))
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"the metadata {_KEY!r} of {what} are damaged: {error!r}") from error
+        layers, trained = (tuple(dict.fromkeys(map(str.__str__, entries[key]))) for key in ("layers", "trained"))
+        return Adapter(LoRA(**entries["lora"]), layers, trained)
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        raise ValueError(
+            f"the metadata {_KEY!r} of {what} are damaged ({shown(error)}): add the adapter to its base again, or load "
+            "it with load_adapter"
+        ) from error
 
 
 def add_lora(
@@ -120,8 +123,7 @@ def add_lora(
         _add(model, name, of_name, lora, tensors, names)
     adapter = Adapter(lora, tuple(chosen), tuple(trained))
     model.metadata_props[_KEY] = json.dumps(dataclasses.asdict(adapter))
-    recorded = json.loads(model.metadata_props[WEIGHTS])
-    model.metadata_props[WEIGHTS] = json.dumps({**recorded, "trained": adapter.tensors})
+    model.metadata_props[WEIGHTS] = json.dumps({**recorded_weights(model), "trained": adapter.tensors})
     return model
 
 
@@ -256,12 +258,12 @@ def products(model: ir.Model, adapter: Adapter) -> Iterator[Product]:
         a, b = (model.graph.initializers.get(f"{layer}.lora_{part}.weight") for part in "AB")
         if a is None or b is None:
             raise ValueError(f"the model's metadata name an adapter of {layer!r}, but its tensors are missing")
-        for turned, _ in [*b.uses()]:
-            for product, _ in [*turned.outputs[0].uses()]:
+        for turned in dict.fromkeys(node for node, _ in b.uses()):
+            for product in dict.fromkeys(node for node, _ in turned.outputs[0].uses()):
                 nodes = [product]
                 for op_type in ("Mul", "Add"):
                     users = [node for node, _ in nodes[-1].outputs[0].uses()]
-                    if [node.op_type for node in users] != [op_type]:
+                    if [node.op_type for node in users] != [op_type] or None in users[0].inputs:
                         raise ValueError(f"the nodes of the adapter of {layer!r} were changed by another program")
                     nodes += users
                 yield Product(layer, a, b, nodes[1], nodes[2])

@@ -144,7 +144,9 @@ def merge_adapter(source: Source) -> onnx.ModelProto:
     names = names_in(model)
     layers = adapted_layers(model, adapter, found)
     for product in {product.layer: product for product in found}.values():
-        of_name = layers[product.layer]
+        of_name = layers.get(product.layer, [])
+        if not of_name:
+            raise ValueError(f"the model's metadata name an adapter of {product.layer!r}, but it has no such layer")
         layer = of_name[0]
         factors = {each.node.attributes.get_float("alpha", 1.0) for each in of_name}
         if len(factors) > 1 or 0 in factors:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,7 +11,7 @@ import numpy as np
 import onnx_ir as ir
 
 from ..core.atomic import atomic_path, check_target, real_path
-from ..step.onnx_file import WEIGHTS, save_model
+from ..step.onnx_file import recorded_weights, save_model
 from .lora_nodes import adapter_of, has_adapter, products
 from .models import Source, inference_model
 
@@ -64,9 +63,9 @@ def export_adapter(
     for target in targets:
         check_target(target)
     model = inference_model(source)
-    recorded = json.loads(model.metadata_props.get(WEIGHTS, "{}"))
-    names = [name for name in recorded.get("trained", ()) if name in model.graph.initializers]
-    has_base = has_adapter(model) or any(name in model.graph.initializers for name in recorded.get("frozen", ()))
+    recorded = recorded_weights(model)
+    names = [name for name in recorded["trained"] if name in model.graph.initializers]
+    has_base = has_adapter(model) or any(name in model.graph.initializers for name in recorded["frozen"])
     if not names or not has_base:
         raise ValueError(
             f"the model has {len(names)} trained weights, and "

@@ -16,6 +16,7 @@ from ..core.errors import was_given
 from ..export.onnx import OnnxModel, load_onnx_model
 from ..export.onnx.write import with_weights
 from ..step.emitter import Names
+from ..step.onnx_file import corruption_reported
 
 __all__ = ["add_initializer", "editable", "names_in", "read_model"]
 
@@ -36,6 +37,7 @@ def read_model(model: onnx.ModelProto | str | os.PathLike[str], kinds: str = "an
     return load_onnx_model(model)
 
 
+@corruption_reported("the model")
 def editable(
     loaded: OnnxModel,
     trained: Sequence[str] | None = None,

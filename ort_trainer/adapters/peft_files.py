@@ -16,8 +16,8 @@ import onnx_ir as ir
 import torch
 
 from ..core.atomic import explained, replace_all, temporary_folder
-from ..core.errors import CheckpointError, shown
-from ..core.sealed import DTYPES, digest, read_header, read_tensors, write
+from ..core.errors import CheckpointError, check_file, shown
+from ..core.sealed import DTYPES, Header, digest, read_header, read_tensors, write
 from ..step.onnx_file import to_proto
 from .linear_layers import linear_layers
 from .lora import LoRA
@@ -31,6 +31,7 @@ _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 # Keys of the file's metadata: digests of the adapted matrices by layer; earlier, of all initializers.
 _MATRICES, _BASE = "ort_trainer.matrices", "ort_trainer.base"
+_DTYPES = ("F64", "F32", "F16", "BF16")
 # Settings of peft's LoraConfig that an ONNX model can have, or that say nothing about what is computed.
 _KNOWN = {
     *("peft_type", "r", "lora_alpha", "lora_dropout", "target_modules", "exclude_modules", "modules_to_save"),
@@ -76,8 +77,10 @@ def save_adapter(source: Source, folder: str | os.PathLike[str]) -> None:
     matrices = {name: of_name[0].fingerprint(model.graph) for name, of_name in layers.items()}
     tensors = {}
     for name in adapter.tensors:
-        constant = model.graph.initializers[name].const_value
-        assert constant is not None
+        value = model.graph.initializers.get(name)
+        if value is None or value.const_value is None:
+            raise ValueError(f"the model's metadata name a weight {shown(name)} of its adapter, which it lacks")
+        constant = value.const_value
         array = np.ascontiguousarray(constant.numpy())
         tensors[_PREFIX + name] = (array.dtype.name, array.shape, array.reshape(-1).view(np.uint8))
     path = Path(folder)
@@ -113,28 +116,27 @@ def load_adapter(model: onnx.ModelProto | str | os.PathLike[str], folder: str | 
     loaded = read_model(model)
     path = Path(folder)
     config = _read_config(path / _CONFIG)
-    with (path / _WEIGHTS).open("rb") as file:
-        header = read_header(file, str(path / _WEIGHTS))
-        found = read_tensors(file, header, str(path / _WEIGHTS), header.tensors)
-    tensors = {
-        name.removeprefix(_PREFIX): torch.from_numpy(data)
-        .view(getattr(torch, DTYPES[header.tensors[name].dtype]))
-        .reshape(header.tensors[name].shape)
-        for name, data in found.items()
-    }
+    header, tensors = _read_tensors(path / _WEIGHTS)
     base = editable(loaded)
     pairs = [name for name in tensors if name.endswith((".lora_A.weight", ".lora_B.weight"))]
     layers = list(dict.fromkeys(name.rpartition(".lora_")[0] for name in pairs))
+    if not layers:
+        raise CheckpointError(
+            f"{path / _WEIGHTS} has no tensors such as '{_PREFIX}<layer>.lora_A.weight', but {shown(list(tensors))}"
+        )
     paths = _paths(base, layers, header.metadata, path)
     renamed = {f"{layer}.lora_{part}.weight": f"{paths[layer]}.lora_{part}.weight" for layer in layers for part in "AB"}
     rank, alpha = config["r"], config["lora_alpha"]
-    lora = LoRA(
-        rank,
-        alpha * rank**0.5 if config.get("use_rslora") else alpha,
-        config.get("lora_dropout") or 0.0,
-        list(paths.values()),
-        [name for name in tensors if name not in pairs],
-    )
+    try:
+        lora = LoRA(
+            rank,
+            alpha * rank**0.5 if config.get("use_rslora") else alpha,
+            config.get("lora_dropout") or 0.0,
+            list(paths.values()),
+            [name for name in tensors if name not in pairs],
+        )
+    except (TypeError, ValueError, OverflowError) as error:
+        raise CheckpointError(f"{path / _CONFIG} is damaged, or not of peft: {error}") from error
     absent = [name for name in lora.also_train if name not in loaded.parameters]
     if absent:
         raise ValueError(
@@ -200,19 +202,49 @@ def _digest(base: ir.Model, lora: LoRA) -> str:
     )
 
 
+def _read_tensors(path: Path) -> tuple[Header, dict[str, torch.Tensor]]:
+    """Returns the header of an adapter's weights, and the tensors by their names in the model.
+
+    Raises:
+        CheckpointError: If they are damaged, or no weights.
+    """
+    check_file(path, "file of weights")
+    with path.open("rb") as file:
+        header = read_header(file, str(path))
+        for name, entry in header.tensors.items():
+            if entry.dtype not in _DTYPES or 0 in entry.shape:
+                raise CheckpointError(
+                    f"{path} is damaged: {shown(name)} is {list(entry.shape)} of {entry.dtype}, but weights are "
+                    f"tensors of {', '.join(_DTYPES)} that are not empty"
+                )
+        stored = read_tensors(file, header, str(path), header.tensors)
+    tensors = {
+        name.removeprefix(_PREFIX): torch.from_numpy(data)
+        .view(getattr(torch, DTYPES[header.tensors[name].dtype]))
+        .reshape(header.tensors[name].shape)
+        for name, data in stored.items()
+    }
+    if len(tensors) < len(stored):
+        raise CheckpointError(f"{path} has a tensor twice, with and without {_PREFIX!r}: save the adapter again")
+    return header, tensors
+
+
 def _read_config(path: Path) -> dict[str, Any]:
     """Returns the settings in a file of peft.
 
     Raises:
         CheckpointError: If they are damaged, or ask for what ONNX models can't have.
     """
+    check_file(path, "file of settings")
     try:
         config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         if config["peft_type"] != "LORA":
             raise CheckpointError(f"{path} is an adapter of type {shown(config['peft_type'])}: only LORA is supported")
         if not isinstance(config["r"], int) or not isinstance(config["lora_alpha"], (int, float)):
             raise TypeError("r or lora_alpha is no number")
-    except (KeyError, TypeError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except CheckpointError:
+        raise
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged, or not of peft: {error!r}") from error
     for name, value in config.items():
         if name not in _KNOWN and value not in _NOTHING:
@@ -220,6 +252,6 @@ def _read_config(path: Path) -> dict[str, Any]:
     start = config.get("init_lora_weights")
     if start not in _BEGINNINGS:
         raise CheckpointError(
-            f"{path} sets init_lora_weights to {start!r}, which may change the base: merge the adapter with peft"
+            f"{path} sets init_lora_weights to {shown(start)}, which may change the base: merge the adapter with peft"
         )
     return config

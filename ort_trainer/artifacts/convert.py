@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from ..core.errors import shown, warn
+from ..core.errors import check_file, shown, warn
 from ..core.foreign import is_upstream_checkpoint
 from ..state.devices import for_trainer
 from ..state.state import State
@@ -104,8 +104,7 @@ def convert_artifacts(source: PathLike, target: PathLike, *, include_optimizer_s
         raise ValueError(f"{str(folder / CHECKPOINT)!r} is a nominal checkpoint, which has no parameter values")
 
     def data(name: str) -> bytes:
-        if not (folder / name).is_file():
-            raise FileNotFoundError(f"there is no model {str(folder / name)!r}")
+        check_file(folder / name, "model")
         model = (folder / name).read_bytes()
         check_contained(model, name)
         return model
@@ -197,7 +196,6 @@ def _is_upstream(source: PathLike) -> bool:
     """Returns whether an existing file is a checkpoint of onnxruntime-training."""
     if not isinstance(source, (str, os.PathLike)):
         raise TypeError(f"source must be a path, but {shown(source)} was given")
-    if not Path(source).is_file():
-        raise FileNotFoundError(f"there is no checkpoint {os.fspath(source)!r}")
+    check_file(source, "checkpoint")
     with Path(source).open("rb") as file:
         return is_upstream_checkpoint(file.read(8))

@@ -19,6 +19,7 @@ __all__ = [
     "ValueBranchError",
     "VerificationError",
     "check_count",
+    "check_file",
     "instead",
     "shown",
     "warn",
@@ -109,6 +110,21 @@ def check_count(name: str, value: Any, minimum: int = 1, optional: bool = False)
         raise TypeError(f"{name} must be an int{none}, but {shown(value)} ({type(value).__name__}) was given")
     if value < minimum:
         raise ValueError(f"{name} must be at least {minimum}{none}, but {value} was given")
+
+
+def check_file(path: str | os.PathLike[str], what: str) -> None:
+    """Checks that a path leads to a file: reading a pipe or a device may never end.
+
+    Args:
+        path: The path.
+        what: The kind of file that it should be, for messages.
+
+    Raises:
+        FileNotFoundError: If there is no such file, or it is something else.
+    """
+    if not Path(path).is_file():
+        other = ": that is a folder, a pipe or a device, so copy it to a file" if Path(path).exists() else ""
+        raise FileNotFoundError(f"there is no {what} {os.fspath(path)!r}{other}")
 
 
 def was_given(value: Any) -> str:

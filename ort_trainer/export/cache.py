@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core.dims import holds, symbols_of
+from ..core.errors import check_file
 from ..step import Step
 
 __all__ = ["SOURCES_AT_IMPORT", "Export", "ExportCache", "export_cache", "hash_of_sources", "violated"]
@@ -179,6 +180,7 @@ class ExportCache:
             problem = _problem(self.folder.stat())
             if problem:
                 return None, f"cached exports in {self.folder} are not used: the folder {problem}"
+            check_file(path, "cached export")
             with path.open("rb") as file:
                 status = os.fstat(file.fileno())
                 problem = _problem(status)

@@ -339,11 +339,15 @@ class _Fit:
         if not isinstance(others, list) or not isinstance(callbacks, Mapping):
             raise CheckpointError(f"the other processes and the callbacks of {_KEY!r} must be a list and a dict")
         entry(kept, "state", FitState.check_state, _KEY)
-        entry(kept["state"], "history", lambda value, _: value, f"{_KEY}['state']")
+        for key in ("history", "used"):
+            entry(kept["state"], key, lambda value, _: value, f"{_KEY}['state']")
         self.state.check_epochs(kept["state"])
         for at, place in enumerate([kept, *others]):
             entry(place, "state", FitState.check_state, f"the place {at} of {_KEY!r}")
-            check_place(_position(kept, place), f"the place {at} of {_KEY!r}", None)
+            position = _position(kept, place)
+            check_place(position, f"the place {at} of {_KEY!r}", None)
+            if not position.get("ended") and position["batch"] != place["state"]["batch"]:
+                raise CheckpointError(f"the place {at} of {_KEY!r} has two numbers of batches in an epoch not ended")
         for name, callback in self.named():
             if name in callbacks:
                 callback.check_state(callbacks[name])

@@ -83,8 +83,9 @@ def check_place(place: Any, where: str, generators: Sequence[torch.Generator] | 
     """
     if entry(place, "epoch", whole, where) < 1:
         raise CheckpointError(f"{where}['epoch'] must be at least 1, but it is 0")
-    entry(place, "batch", whole, where)
-    entry(place, "batches", optional(whole), where)
+    batch, batches = entry(place, "batch", whole, where), entry(place, "batches", optional(whole), where)
+    if batches is not None and batch > batches:
+        raise CheckpointError(f"{where}['batch'] must be at most {batches}, the batches of an epoch, but it is {batch}")
     if not isinstance(place.get("ended", False), bool):
         raise CheckpointError(f"{where}['ended'] must be True or False, but it is {shown(place['ended'])}")
     order = place.get("order")

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from ..core.atomic import atomic_path
-from ..core.errors import CheckpointError
+from ..core.errors import CheckpointError, check_file
 from ..core.foreign import refuse_upstream_checkpoint
 from ..core.pages import page
 from ..core.sealed import DTYPES, VERSION, Array, Entry, Stored, check_version, read_header, read_tensors, write
@@ -195,8 +195,7 @@ def read_parts(path: PathOrFile, *names: str) -> list[dict[str, Any]]:
 def _on_disk(file: PathOrFile) -> Iterator[tuple[Path, str]]:
     """Yields the path of a file and its name for errors; copies an open file to a temporary one."""
     if isinstance(file, (str, os.PathLike)):
-        if not Path(file).is_file():
-            raise FileNotFoundError(f"there is no checkpoint {str(file)!r}")
+        check_file(file, "checkpoint")
         yield Path(file), repr(str(file))
         return
     if not hasattr(file, "read"):

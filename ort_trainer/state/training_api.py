@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from ..core.atomic import atomic_path
-from ..core.errors import CheckpointError, shown
+from ..core.errors import CheckpointError, check_file, shown
 from ..core.foreign import refuse_upstream_checkpoint
 from ..core.schedules import KINDS, learning_rate
 from ..core.sealed import DTYPES, Stored, check_version, read_header, read_tensors, write
@@ -210,8 +210,7 @@ def read_checkpoint(path: str | os.PathLike[str]) -> State:
         raise TypeError(f"the checkpoint must be given as a path, but {shown(path)} was given")
     from pathlib import Path  # not imported by ONNX Runtime, and a fiftieth of its import time
 
-    if not Path(path).is_file():
-        raise FileNotFoundError(f"there is no checkpoint {os.fspath(path)!r}")
+    check_file(path, "checkpoint")
     with Path(path).open("rb") as file:
         return _read(file, repr(os.fspath(path)))
 

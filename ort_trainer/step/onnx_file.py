@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 import onnx
@@ -11,9 +12,10 @@ import onnx_ir as ir
 import torch
 
 from ..core.atomic import atomic_path, check_target, explained, replace_all, temporary_folder
+from ..core.errors import ExportError, shown
 from .contract import Step
 
-__all__ = ["TYPE", "WEIGHTS", "save_model", "to_proto", "with_weights"]
+__all__ = ["TYPE", "WEIGHTS", "corruption_reported", "recorded_weights", "save_model", "to_proto", "with_weights"]
 
 WEIGHTS = "ort_trainer.weights"
 """Key of the file's metadata that lists which initializers are trained weights, and which are frozen."""
@@ -21,6 +23,8 @@ WEIGHTS = "ort_trainer.weights"
 TYPE = "ort_trainer.type"
 """Key of an output's ``meta`` with an ``onnx.TypeProto`` that onnx_ir has no class for, such as a map."""
 
+# What a damaged graph raises: too few inputs, missing values, attributes of other types, axes beyond the shape.
+_OF_DAMAGE = (ArithmeticError, AssertionError, AttributeError, LookupError, RecursionError, TypeError)
 # protobuf's limit is 2 GiB; the rest of the model needs some of it.
 _MAXIMUM_PROTOBUF = (1 << 31) - (1 << 27)
 
@@ -52,6 +56,38 @@ def save_model(model: ir.Model, path: Path, limit: int = _MAXIMUM_PROTOBUF) -> N
         replace_all([(folder / name, path.with_name(name)) for name in (data, path.name)], like=path)
 
 
+@contextlib.contextmanager
+def corruption_reported(name: str, kind: type[Exception] = ValueError) -> Iterator[None]:
+    """Turns the errors that a damaged model causes in libraries and in our code into one that says so.
+
+    Args:
+        name: Name of the model in error messages.
+        kind: The error.
+    """
+    try:
+        yield
+    except (ir.serde.SerdeError, ir.passes.PassError, *_OF_DAMAGE) as error:
+        reason = error.__cause__ or error
+        raise kind(f"{name} is damaged: {type(reason).__name__}: {shown(str(reason))}") from error
+
+
+def recorded_weights(model: ir.Model) -> dict[str, list[str]]:
+    """Returns the names that a model's metadata list as ``trained``, ``frozen`` and ``buffers``; none without metadata.
+
+    Raises:
+        ExportError: If the metadata are damaged.
+    """
+    try:
+        recorded = json.loads(model.metadata_props.get(WEIGHTS, '{"trained": [], "frozen": []}'))
+        names = {"buffers": [], **recorded, "frozen": recorded["frozen"], "trained": recorded["trained"]}
+        if not all(isinstance(each, list) and all(isinstance(name, str) for name in each) for each in names.values()):
+            raise TypeError("they are not lists of names")
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        raise ExportError(f"the model's metadata {WEIGHTS!r} are damaged: {shown(error)}. Remove them") from error
+    return names
+
+
+@corruption_reported("the model")
 def to_proto(model: ir.Model) -> onnx.ModelProto:
     """Returns a model as a message, with the types of its outputs that onnx_ir has no class for."""
     proto = ir.to_proto(model)

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..core.errors import CheckpointError
+from ..core.errors import CheckpointError, check_file
 from ..core.foreign import is_upstream_checkpoint
 from ..core.protobuf import ELEMENT_TYPES
 from .flatbuffer import Table
@@ -105,8 +105,7 @@ def read_upstream_checkpoint(source: str | os.PathLike[str] | bytes) -> Upstream
         data, name, path = bytes(source), "the given checkpoint", None
     elif isinstance(source, (str, os.PathLike)):
         path = Path(source)
-        if not path.is_file():
-            raise FileNotFoundError(f"there is no checkpoint {str(path)!r}")
+        check_file(path, "checkpoint")
         data, name = path.read_bytes(), repr(str(path))
     else:
         raise TypeError(f"source must be a path or bytes, but got {type(source).__name__}")
@@ -216,7 +215,7 @@ class _Reader:
         """Returns bytes of the second file; fewer if the file is too short."""
         assert self._external is not None
         with self._external.open("rb") as file:
-            file.seek(offset)
+            file.seek(min(offset, self._external.stat().st_size))
             return memoryview(file.read(min(size, self._left)))
 
     def _text(self, table: Table, number: int) -> str:

@@ -7,7 +7,6 @@ one operator on sequences of tensors. Here all state enters as inputs and leaves
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple, Protocol
 
@@ -18,7 +17,6 @@ import onnx.version_converter
 import onnx_ir as ir
 import onnx_ir.passes.common as common_passes
 
-from ..core.errors import shown
 from ..core.foreign import UPSTREAM
 from ..core.indices import IndexRange
 from ..core.optimizer_keys import UPDATE_COUNT
@@ -26,6 +24,7 @@ from ..step.accumulate import ACCUMULATED, BUFFER, RESET, accumulate
 from ..step.arithmetic import one_minus_power
 from ..step.contract import IR_VERSION, METADATA, OptimizerModel, Slot, Step, TensorSpec, to_metadata
 from ..step.emitter import Emitter, Names, infer_node
+from ..step.onnx_file import corruption_reported
 from . import recurrent  # noqa: F401 - its operators join the table
 from .operators import OPERATORS, RENAMED, Nodes, Tensor
 
@@ -55,24 +54,6 @@ class Parameter(Protocol):
 class _Tensor(NamedTuple):
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
-
-
-# What a damaged graph raises in the code below: too few inputs, missing values, axes beyond the shape.
-_OF_DAMAGE = (AssertionError, AttributeError, IndexError, KeyError)
-
-
-@contextlib.contextmanager
-def corruption_reported(name: str) -> Iterator[None]:
-    """Turns the errors that a damaged model causes in libraries and in this file into a ValueError.
-
-    Args:
-        name: Name of the model in error messages.
-    """
-    try:
-        yield
-    except (ir.serde.SerdeError, ir.passes.PassError, *_OF_DAMAGE) as error:
-        reason = error.__cause__ or error
-        raise ValueError(f"{name} is damaged: {type(reason).__name__}: {shown(str(reason))}") from error
 
 
 def to_bytes(model: ir.Model, description: Step | OptimizerModel) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -250,10 +251,16 @@ def test_an_adapter_of_another_base_is_refused(tmp_path) -> None:
     for change, message in [
         ('"use_dora": true,', "sets use_dora to True"),
         ('"init_lora_weights": "pissa_niter_4",', "which may change the base"),
+        ('"use_rslora": true, "r": 1' + "0" * 400 + ",", "is damaged, or not of peft: int too large"),
+        ('"r": true,', "is damaged, or not of peft: rank must be an int"),
+        ('"lora_dropout": "x",', "is damaged, or not of peft: dropout must be a number"),
+        ('"task_type": ' + "[" * 100_000 + ",", "is damaged, or not of peft: RecursionError"),
     ]:
         text = config.read_text()
-        config.write_text("{" + change + text[1:])
-        with pytest.raises(ValueError, match=message):
+        names = [name for name in json.loads(text) if f'"{name}"' not in change]
+        kept = {name: json.loads(text)[name] for name in names}
+        config.write_text("{" + change + json.dumps(kept)[1:])
+        with pytest.raises(CheckpointError, match=message):
             load_adapter(base, tmp_path / "adapter")
         config.write_text(text)
     config.write_text("{}")
@@ -519,3 +526,14 @@ def test_products_of_integers_are_named() -> None:
     for targets in ("linear", ["fc"]):
         with pytest.raises(ValueError, match=message):
             add_adapter(model, LoRA(2, targets=targets))
+
+
+@pytest.mark.parametrize("text", ["[" * 5000, "-" * 200_000 + "1", "5", "{1}", "__import__('os').system('touch evil')"])
+def test_a_hint_for_names_may_be_anything(text: str, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.onnx's list of scopes only names layers; whatever it says, nothing is evaluated."""
+    monkeypatch.chdir(tmp_path)
+    model = exported(classifier(), fold=True)
+    for node in model.graph.node:
+        node.metadata_props.add(key="pkg.torch.onnx.name_scopes", value=text)
+    assert add_adapter(model, LoRA(2, targets="linear")).graph.node
+    assert not any(tmp_path.iterdir())

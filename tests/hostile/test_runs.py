@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 from ort_trainer import CheckpointError, CheckpointManager, ORTTrainer, Position, read_user_dict
 from ort_trainer.fit import EarlyStopping
@@ -19,7 +18,7 @@ from ort_trainer.state import load_checkpoint_file, save_checkpoint_file
 from ort_trainer.state.file import read_parts
 
 from ..helpers import mlp_batches, mlp_trainer
-from .test_state import same
+from .readers import loader, same, state_of_all
 
 WRONG: tuple[Any, ...] = (
     *(None, True, -1, 625, 10**8, 1 << 70, 10**400, 0.5, math.nan, math.inf, "text", [], {}, [[1]]),
@@ -46,16 +45,6 @@ def put(value: Any, path: tuple[Any, ...], wrong: Any) -> Any:
 
 def attacks(value: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
     yield from ((path, wrong) for path in places(value) if path for wrong in WRONG)
-
-
-def loader() -> DataLoader[Any]:
-    data = TensorDataset(torch.randn(24, 8), torch.randint(0, 3, (24,)))
-    return DataLoader(data, batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(5))
-
-
-def state_of_all(trainer: ORTTrainer) -> Any:
-    random_state = [torch.get_rng_state(), np.random.get_state()[1], list(random.getstate()[1])]
-    return trainer.state_dict(), random_state
 
 
 def refused(trainer: ORTTrainer, load: Callable[[], object]) -> bool:

@@ -20,6 +20,7 @@ from ort_trainer.state import load_checkpoint_file, save_checkpoint_file
 
 from ..helpers import MLP, mlp_batches, mlp_trainer
 from .damage import HEADERS, changed, truncated, with_header
+from .readers import same
 
 # What a trainer's load_checkpoint raises for a file: no TypeError, because no argument is wrong.
 REFUSALS = (CheckpointError, RuntimeError, ValueError)
@@ -34,18 +35,6 @@ WRONG: tuple[Any, ...] = (
     ),
     *(np.zeros((1, 1, 1), np.uint8), torch.ones(2, dtype=torch.bfloat16), [np.ones(3)]),
 )
-
-
-def same(a: Any, b: Any) -> bool:
-    """Returns whether two states are equal, bit for bit."""
-    if isinstance(a, dict):
-        return isinstance(b, dict) and a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
-    if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(map(same, a, b))
-    if isinstance(a, (np.ndarray, torch.Tensor)):
-        a, b = np.asarray(a), np.asarray(b)
-        return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
-    return type(a) is type(b) and (a == b or a != a)
 
 
 @pytest.fixture(scope="module")

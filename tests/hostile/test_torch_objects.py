@@ -19,7 +19,7 @@ from ort_trainer.optim.torch_optimizer import TorchOptimizerConfig
 from ort_trainer.state import load_checkpoint_file, save_checkpoint_file
 from ort_trainer.train.learning_rates import learning_rates
 
-from .test_state import same
+from .readers import same
 
 WRONG: tuple[Any, ...] = (
     *(None, True, False, -1, 0, 30, 1 << 70, 0.5, math.nan, math.inf, -math.inf, 1e300, "text", "", "max"),

@@ -106,7 +106,7 @@ class Program:
             program = cls(**json.loads(text))
             for target, _, _ in program.steps:
                 program.function(target, device)
-        except (TypeError, KeyError, AttributeError) as error:
+        except (TypeError, KeyError, AttributeError, RecursionError) as error:
             raise ValueError(f"this is not a program of PyTorch's operators ({error}): {text[:200]}") from error
         return program
 

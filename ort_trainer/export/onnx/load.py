@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import keyword
 import logging
 import os
@@ -17,8 +16,8 @@ import onnx_ir as ir
 import onnx_ir.passes.common as common_passes
 import torch
 
-from ...core.errors import ExportError, shown
-from ...step.onnx_file import TYPE, WEIGHTS
+from ...core.errors import ExportError, check_file, shown
+from ...step.onnx_file import TYPE, WEIGHTS, corruption_reported, recorded_weights
 from .classical import name_coefficients, outputs_before_maps, select_features, without_maps
 from .embedded import WEIGHT_TYPES, constant_floats, embedded_floats, lift
 from .external_data import check_external_data
@@ -129,18 +128,18 @@ def load_onnx_model(source: onnx.ModelProto | str | os.PathLike[str] | bytes) ->
         FileNotFoundError: If the file, or a file of its external data, does not exist.
         ExportError: If it is not an ONNX model, can't be read, or asks for files outside its folder.
     """
-    try:
-        return _load(source)
-    except (ir.serde.SerdeError, ir.passes.PassError) as error:
-        reason = error.__cause__ or error
-        raise ExportError(f"the ONNX model is damaged: {type(reason).__name__}: {shown(str(reason))}") from error
-
-
-def _load(source: onnx.ModelProto | str | os.PathLike[str] | bytes) -> OnnxModel:
     proto, folder = _read(source)
+    with corruption_reported("the ONNX model", ExportError):
+        return _load(proto, folder)
+
+
+def _load(proto: onnx.ModelProto, folder: Path | None) -> OnnxModel:
     proto, types = without_maps(proto)
     # Two copies that share the memory of their tensors: one to write again node for node, and one to run.
     file, model = ir.from_proto(proto), ir.from_proto(proto)
+    for each in (file, model):
+        ir.passes.Sequential(common_passes.TopologicalSortPass())(each)  # a circle is a PassError
+    _check_values(model)
     _record_origins(proto, file)
     check_calls(model)
     memory = LoadedTensors(model, folder)
@@ -166,17 +165,16 @@ def _load(source: onnx.ModelProto | str | os.PathLike[str] | bytes) -> OnnxModel
     statistics -= {name for name in constants if any(i < 3 for _, i in graph.initializers[name].uses())}
     frozen: set[str] = set()
     if WEIGHTS in model.metadata_props:
-        try:
-            marked = json.loads(model.metadata_props[WEIGHTS])
-            frozen = set(marked["frozen"]) & weights
-            weights = (set(marked["trained"]) & weights) | frozen
-        except (KeyError, TypeError, ValueError) as error:
-            raise ExportError(f"the model's metadata {WEIGHTS!r} are damaged: {error!r}. Remove them") from error
+        recorded = recorded_weights(model)
+        frozen = weights.intersection(recorded["frozen"])
+        weights = weights.intersection(recorded["trained"]) | frozen
         statistics -= weights
     else:
         weights = _guess_weights(model, weights - statistics, constants)
     # Up to IR version 3, initializers are inputs too.
     inputs = tuple(str(value.name) for value in graph.inputs if not value.is_initializer())
+    if len({*inputs}) < len(inputs):
+        raise ExportError(f"the ONNX model is damaged: two of its inputs {shown(inputs)} have the same name")
     with_value = [str(v.name) for v in graph.inputs if v.is_initializer() and proto.ir_version > _OF_INPUTS]
     names = [*(name for name in graph.initializers if name in weights)]
     names += [name for name in graph.initializers if name in statistics]
@@ -221,6 +219,23 @@ def _record_origins(proto: onnx.ModelProto, file: ir.Model) -> None:
             value.metadata_props.setdefault(FOLDED_FROM, records[origin])
 
 
+def _check_values(model: ir.Model) -> None:
+    """Checks that all values that nodes take and graphs return exist."""
+    parts: list[ir.Graph | ir.Function] = [*model.graphs(), *model.functions.values()]
+    parts += [graph for function in model.functions.values() for graph in function.subgraphs()]
+    for value in (value for part in parts for owner in (*part, part) for value in _used(owner)):
+        if value and not (value.producer() or value.is_graph_input() or value.is_initializer()):
+            raise ExportError(
+                f"the ONNX model is damaged: it uses {shown(value.name)}, which is neither an input, nor stored, nor "
+                "computed"
+            )
+
+
+def _used(owner: ir.Node | ir.Graph | ir.Function) -> Sequence[ir.Value | None]:
+    """Returns what a node takes, or a graph returns."""
+    return owner.inputs if isinstance(owner, ir.Node) else owner.outputs
+
+
 def is_argument(name: str) -> bool:
     """Returns whether a function of Python can have an argument of this name."""
     return name.isidentifier() and not keyword.iskeyword(name)
@@ -245,6 +260,7 @@ def _read(source: onnx.ModelProto | str | os.PathLike[str] | bytes) -> tuple[onn
         proto = source
     else:
         if not isinstance(source, bytes):
+            check_file(source, "ONNX model")
             path = Path(source)
             what, folder, source = f"{str(path)!r}", path.absolute().parent, path.read_bytes()
         if source[4:8] == _ORT_FORMAT:
@@ -261,7 +277,8 @@ def _read(source: onnx.ModelProto | str | os.PathLike[str] | bytes) -> tuple[onn
     if proto.graph.sparse_initializer:
         names = [initializer.values.name for initializer in proto.graph.sparse_initializer]
         raise ExportError(f"{what} has sparse initializers {names}, which are not supported: make them dense")
-    check_external_data(proto, folder, what)
+    with corruption_reported(what, ExportError):
+        check_external_data(proto, folder, what)
     return proto, folder
 
 

@@ -49,6 +49,11 @@ class LoadedTensors:
         ranges: dict[Range, str | None] = {}
 
         def record_range(tensor: ir.TensorProtocol) -> ir.TensorProtocol:
+            if any(size < 0 for size in tensor.shape.numpy()):
+                raise ExportError(
+                    f"the data of {shown(tensor.name)} can't be read: it has the shape {tensor.shape}, and no size may "
+                    "be negative: the model is damaged"
+                )
             if len(tensor.shape) > _MOST_DIMENSIONS:
                 raise ExportError(
                     f"{shown(tensor.name)} has {len(tensor.shape)} dimensions, and at most {_MOST_DIMENSIONS} are "

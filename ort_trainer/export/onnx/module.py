@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from ...core.errors import ExportError
+from ...step.onnx_file import corruption_reported
 from .joins import join_nodes
 from .load import OnnxModel, is_argument, load_onnx_model
 from .plan import Graph, PlannedNode, plan_model
@@ -54,6 +55,7 @@ class OnnxModule(nn.Module):
         ExportError: If PyTorch can compute no output; the message names an unsupported node.
     """
 
+    @corruption_reported("the ONNX model", ExportError)
     def __init__(self, model: OnnxModel | onnx.ModelProto | str | os.PathLike[str] | bytes, copy: bool = True) -> None:
         super().__init__()
         loaded = model if isinstance(model, OnnxModel) else load_onnx_model(model)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
 
 import onnx_ir as ir
 import torch
 
-from ...step.onnx_file import WEIGHTS
+from ...step.onnx_file import WEIGHTS, recorded_weights
 from ...step.prune import RemoveUnusedPass, prune
 from .load import OnnxModel
 
@@ -31,9 +30,8 @@ def with_weights(
     model = loaded.file.clone()
     model.ir_version = max(model.ir_version or 0, 4)  # before, initializers had to be inputs too
     graph = model.graph
-    recorded: dict[str, Any] = json.loads(model.metadata_props.get(WEIGHTS, "{}"))
     frozen = [name for name in loaded.parameters if name not in trained]
-    buffers = dict.fromkeys([*loaded.buffers, *recorded.get("buffers", ())])
+    buffers = dict.fromkeys([*loaded.buffers, *recorded_weights(model)["buffers"]])
     model.metadata_props[WEIGHTS] = json.dumps({"trained": list(trained), "frozen": frozen, "buffers": list(buffers)})
     weights = [value for value in graph.inputs if value.name in values]
     batch_inputs = [value for value in graph.inputs if value.name not in values]

@@ -218,6 +218,24 @@ def test_external_data_of_a_model_without_a_folder(tmp_path: Path) -> None:
             load_onnx_model(source)
 
 
+def test_nodes_in_any_order_but_no_circle() -> None:
+    model = proto("a = MatMul(x, w) y = Neg(a)")
+    nodes = [*model.graph.node]
+    del model.graph.node[:]
+    model.graph.node.extend(reversed(nodes))
+    assert [node.op_type for node in load_onnx_model(model).model.graph] == ["MatMul", "Neg"]
+    model.graph.node[1].input[0] = "y"
+    with pytest.raises(ExportError, match="is damaged: .*cycle"):
+        load_onnx_model(model)
+
+
+def test_what_is_no_file_is_not_opened(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "m.onnx")
+    for path in (tmp_path / "m.onnx", tmp_path):
+        with pytest.raises(FileNotFoundError, match="there is no ONNX model .*: that is a folder, a pipe or a device"):
+            load_onnx_model(path)
+
+
 @pytest.mark.parametrize(
     ("source", "message"),
     [

@@ -166,7 +166,8 @@ def with_external(*places: tuple[int, int]) -> onnx.ModelProto:
             "the data of 'w' can't be read: it has 4 bytes, but needs 4398",
         ),
         (with_weight(dims=[1 << 40], float_data=[1]), "the data of 'w' can't be read: it has 4 bytes, but needs 4398"),
-        (with_weight(dims=[-1], raw_data=bytes(4)), "the data of 'w' can't be read"),
+        (with_weight(dims=[-1], raw_data=bytes(4)), r"the data of 'w' can't be read: it has the shape \[-1\]"),
+        (with_external((-4, 0)), r"the data of 'w0' can't be read: it has the shape \[-4\]"),
         (with_weight(dims=[0, 1 << 62]), "the data of 'w' can't be read"),
         (with_weight(dims=[1 << 62] * 100_000), "'w' has 100000 dimensions, and at most 64 are possible"),
         (

@@ -1,0 +1,31 @@
+"""The table of parts has all parts that are written, and attacks on some of them end as they should."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from .draws import attack
+from .parts import parts_of, table
+from .readers import readers
+
+EACH = 4
+
+
+def test_the_table_has_all_parts_that_are_written_and_no_others() -> None:
+    written = {id(part) for n, r in readers().items() for file in r.sound for part in parts_of(n, file).values()}
+    outlines = [(path, part) for kind, outline in table().items() for path, part in outline.all(kind)]
+    assert [path for path, part in outlines if id(part) not in written] == []
+
+
+def test_attacks_of_this_commit(seed: int, tmp_path: Path) -> None:
+    failures, outcomes = [], []
+    for name in readers():
+        for number in range(EACH if name != "legacy" else 1):
+            told, outcome = attack(name, f"{seed}.{number}", tmp_path)
+            outcomes.append(outcome)
+            if outcome not in ("read", "refused"):
+                failures.append(
+                    f"python -m tests.hostile.draws --reader {name!r} --case {seed}.{number}: {told}: {outcome}"
+                )
+    assert not failures
+    assert outcomes.count("refused") > len(outcomes) // 4
