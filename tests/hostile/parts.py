@@ -25,7 +25,7 @@ another name of it; the same key twice; a key or element more."""
 OUTLINES = {
     "sealed": """
         metadata
-          format ort_trainer.base
+          format ort_trainer.matrices/*
           manifest
             format version
             state
@@ -97,9 +97,9 @@ OUTLINES = {
         metadataProps/*
           key
           value=STEP
-            name rates learning_rate weights/*/* base layers/* trained/* frozen/* buffers
+            name rates learning_rate weights/*/* layers/* trained/* frozen/* buffers
             lora
-              rank alpha dropout targets/* also_train/*
+              rank alpha dropout targets/* also_train/* exclude
         functions/*
           name domain input/* output/* node/*=NODE opsetImport/*=OPSET
     """,

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from ort_trainer import CheckpointManager
+
+from ..helpers import mlp_batches, mlp_trainer
 from .draws import attack
 from .parts import parts_of, table
 from .readers import readers
@@ -29,3 +32,20 @@ def test_attacks_of_this_commit(seed: int, tmp_path: Path) -> None:
                 )
     assert not failures
     assert outcomes.count("refused") > len(outcomes) // 4
+
+
+def test_every_file_of_a_folder_has_a_reader(tmp_path: Path) -> None:
+    """What writers leave in folders; ``latest`` is for people and scripts."""
+    trainer, data = mlp_trainer(), mlp_batches(2)
+    CheckpointManager(tmp_path / "run").save(trainer)
+    trainer.fit(data, data, 1, checkpoints=tmp_path / "fit", progress=False)
+    trainer.export_artifacts(tmp_path / "artifacts")
+    written = {folder.name: {path.name for path in folder.iterdir()} for folder in tmp_path.iterdir()}
+    assert written == {
+        "run": {"latest", "step-00000000.ortckpt"},
+        "fit": {"last.ortckpt", "best.ortckpt"},
+        "artifacts": {
+            *("checkpoint", "nominal_checkpoint"),
+            *("training_model.onnx", "eval_model.onnx", "optimizer_model.onnx"),
+        },
+    }
