@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from ..engine.ort import SessionOptions
     from ..optim import LRScheduler
 
-__all__ = ["Options", "OptionsDict"]
 '''
 # The schema's types in Python, and additional types that its coercions take.
 SIMPLE = {

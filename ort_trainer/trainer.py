@@ -39,8 +39,6 @@ if TYPE_CHECKING:
     from .fit import Callback, Checkpoints, FitState, ManagedCheckpoints
     from .runs import CheckpointManager
 
-__all__ = ["ORTTrainer"]
-
 # What other libraries call the arguments.
 _ELSEWHERE = {
     **dict.fromkeys(("optimizer", "optim"), "optim_config"),

@@ -14,8 +14,6 @@ from ..export.onnx import FOLDED_FROM, float_name
 from ..step.emitter import Names
 from ..step.onnx_file import corruption_reported
 
-__all__ = ["LinearLayer", "linear_layers", "read_by_layers_alone"]
-
 _STANDARD = ("", "ai.onnx")
 # The key where torch.onnx (dynamo=True) records the paths of the modules around a node, outermost first.
 _SCOPES = "pkg.torch.onnx.name_scopes"

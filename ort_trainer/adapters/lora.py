@@ -10,8 +10,6 @@ from dataclasses import dataclass
 
 from ..core.errors import check_count, shown, warn
 
-__all__ = ["LoRA", "matching"]
-
 # The last parts of the paths of layers that make queries, keys and values, in the model families of transformers.
 _ATTENTION = {
     *("q_proj", "k_proj", "v_proj", "query_proj", "key_proj", "value_proj", "qkv_proj", "in_proj"),

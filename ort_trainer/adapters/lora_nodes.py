@@ -23,18 +23,6 @@ from .linear_layers import LinearLayer, linear_layers
 from .lora import LoRA
 from .onnx_models import add_initializer, editable, names_in
 
-__all__ = [
-    "Adapter",
-    "Product",
-    "adapted_layers",
-    "adapter_of",
-    "add_lora",
-    "has_adapter",
-    "initial_factor",
-    "products",
-    "without_products",
-]
-
 _KEY = "ort_trainer.adapter"
 # Products whose operands are integers, or that are one node with others.
 _WITHOUT_LAYERS = {

@@ -24,8 +24,6 @@ from .onnx_models import add_initializer, editable, names_in, read_model
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
 
-__all__ = ["Source", "add_adapter", "inference_model", "merge_adapter", "stored_model"]
-
 Source = ORTTrainer | onnx.ModelProto | str | os.PathLike[str]
 """A trainer, an ONNX model or the path of one."""
 _KINDS = "a trainer, an ONNX model or its path"

@@ -18,8 +18,6 @@ from .models import Source, inference_model
 if TYPE_CHECKING:
     import flatbuffers
 
-__all__ = ["export_adapter"]
-
 Array = np.ndarray[Any, Any]
 _FORMAT_VERSION = 1
 _ALIGNMENT = 8

@@ -18,8 +18,6 @@ from ..export.onnx.write import with_weights
 from ..step.emitter import Names
 from ..step.onnx_file import corruption_reported
 
-__all__ = ["add_initializer", "editable", "names_in", "read_model"]
-
 
 def read_model(model: onnx.ModelProto | str | os.PathLike[str], kinds: str = "an ONNX model or its path") -> OnnxModel:
     """Returns an ONNX model that the user has given, or the path of one.

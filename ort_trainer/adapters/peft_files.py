@@ -25,8 +25,6 @@ from .lora_nodes import adapted_layers, adapter_of, add_lora, products
 from .models import Source, stored_model
 from .onnx_models import editable, read_model
 
-__all__ = ["load_adapter", "save_adapter"]
-
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 # Keys of the file's metadata: digests of the adapted matrices by layer; earlier, of all initializers.

@@ -17,8 +17,6 @@ from .lora import matching
 if TYPE_CHECKING:
     import onnx
 
-__all__ = ["QuantizedLinear", "quantize"]
-
 _BLOCKS = (32, 64, 128)
 
 

@@ -17,8 +17,6 @@ from .linear_layers import LinearLayer, linear_layers, read_by_layers_alone
 from .lora_nodes import has_adapter
 from .onnx_models import add_initializer, editable, names_in, read_model
 
-__all__ = ["in_onnx"]
-
 _MICROSOFT = "com.microsoft"
 
 

@@ -10,8 +10,6 @@ from ..core.named_states import NamedStates
 from ..trainer import ORTTrainer
 from .lora_nodes import initial_factor
 
-__all__ = ["Adapters"]
-
 
 class Adapters(NamedStates[dict[str, Any]]):
     """Several adapters over one base, of which a trainer trains one at a time; the others wait in memory.

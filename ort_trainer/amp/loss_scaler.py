@@ -9,8 +9,6 @@ from typing import Any
 from ..core.errors import check_count, shown
 from ..optim.step_info import TrainStepInfo
 
-__all__ = ["DynamicLossScaler", "LossScaler"]
-
 
 def _positive(name: str, value: Any) -> float:
     if hasattr(value, "item") and getattr(value, "ndim", None) == 0:

@@ -10,8 +10,6 @@ from ..state.state import State
 from ..state.training_api import read_checkpoint, write_checkpoint
 from .checkpoint_state import CheckpointState, state_of
 
-__all__ = ["Adapters"]
-
 
 class Adapters(NamedStates[State]):
     """Several adapters over one base, of which one is trained at a time; the others wait in memory.

@@ -13,8 +13,6 @@ from ..core.protobuf import ELEMENT_TYPES
 from ..engine.ort import element_type
 from ..step.contract import OptimizerModel, RandomInput, Slot, Step, TensorSpec
 
-__all__ = ["check_described", "check_fits"]
-
 
 def check_described(model: Step | OptimizerModel, name: str) -> None:
     """Checks that all fields of a description have values of the right types.

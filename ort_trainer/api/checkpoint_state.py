@@ -22,8 +22,6 @@ from .live_state import LiveState
 if TYPE_CHECKING:
     from ..engine.numpy_memory import StateTensor
 
-__all__ = ["CheckpointState", "Parameter", "Parameters", "Properties", "state_of"]
-
 # The largest int, in bits. Python parses at most 4300 digits, which is about 14,000 bits.
 _BITS = 8192
 

@@ -21,8 +21,6 @@ from ..state.training_api import as_stored
 from ..step.contract import OptimizerModel, Slot, Step
 from .random_numbers import RandomNumbers
 
-__all__ = ["LiveState"]
-
 # The property of an adapter's file with a digest of its base.
 BASE = "ort_trainer.base"
 # Limit of an optimizer's elements per element of a parameter; known optimizers keep two or three.

@@ -22,8 +22,6 @@ from ..step.contract import METADATA, OptimizerModel, Step, from_metadata
 from .artifact_checks import check_described, check_fits
 from .live_state import LiveState
 
-__all__ = ["Loaded", "ModelSource", "check_options", "check_run_options", "load_model"]
-
 ModelSource = str | os.PathLike[str] | bytes
 """A model: the path of its file, or its bytes."""
 Model = TypeVar("Model", Step, OptimizerModel)
@@ -144,11 +142,12 @@ def _lowered(cls: type[Model], data: bytes, name: str, kind: str, state: LiveSta
             "checkpoint that were written together"
         )
     try:
+        from ..step.onnx_file import corruption_reported
         from ..upstream import models
     except ImportError as error:
         raise ImportError(_NEEDED.format(name=name, package=error.name)) from error
 
-    with models.corruption_reported(name):
+    with corruption_reported(name):
         if cls is Step:
             return models.to_bytes(*models.step_model(data, name, kind, state.parameters))
         trained = {key: state.values[key] for key in state.trainable}

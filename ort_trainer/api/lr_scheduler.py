@@ -8,8 +8,6 @@ from ..core.errors import shown
 from ..core.schedules import learning_rate
 from .optimizer import Optimizer, check_rate
 
-__all__ = ["LinearLRScheduler"]
-
 
 class LinearLRScheduler:
     """Schedules the learning rate of an optimizer: linearly up from 0 during warm-up, then linearly down to 0.

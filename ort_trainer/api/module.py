@@ -17,8 +17,6 @@ from .checkpoint_state import CheckpointState, state_of
 from .load import ModelSource, check_options, load_model
 from .runner import Input, StepRunner
 
-__all__ = ["Module"]
-
 
 class Module:
     """Training and evaluation of a model from its artifacts.

@@ -31,8 +31,6 @@ from ..core.protobuf import (
 )
 from ..step.contract import METADATA
 
-__all__ = ["inference_model"]
-
 # Field numbers.
 _MODEL_GRAPH, _MODEL_METADATA, _MODEL_TRAINING = 7, 14, 20
 _GRAPH_NODE, _GRAPH_INITIALIZER, _GRAPH_INPUT, _GRAPH_OUTPUT, _GRAPH_VALUE_INFO = 1, 5, 11, 12, 13

@@ -14,8 +14,6 @@ from .live_state import LiveState
 from .load import ModelSource, check_options, check_run_options, load_model
 from .module import Module
 
-__all__ = ["Optimizer", "check_rate"]
-
 _LARGEST = float(np.finfo(np.float32).max)
 
 

@@ -22,8 +22,6 @@ from ..step.contract import RandomInput
 if TYPE_CHECKING:
     from ..state.state import Array
 
-__all__ = ["RandomNumbers", "set_seed"]
-
 # The words of a Mersenne Twister's state.
 _WORDS = 624
 

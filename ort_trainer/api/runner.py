@@ -19,8 +19,6 @@ from ..step import Step, TensorSpec
 from .live_state import LiveState
 from .load import Loaded, check_run_options
 
-__all__ = ["Input", "StepRunner"]
-
 Input: TypeAlias = np.ndarray[Any, Any] | OrtValue
 """The type of a step's inputs and outputs."""
 # The largest number of cached plans, one for each combination of input shapes.

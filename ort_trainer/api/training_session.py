@@ -17,8 +17,6 @@ from .module import Module
 from .optimizer import Optimizer
 from .runner import Input
 
-__all__ = ["TrainingSession"]
-
 
 class TrainingSession:
     """A training session like ONNX Runtime's C++ class: one object for steps, updates and learning rates.

@@ -16,8 +16,6 @@ from ..core.errors import shown
 from ..export.onnx import known_shapes
 from ..optim import AdamConfig, OptimizerConfig, SGDConfig
 
-__all__ = ["is_block", "optimizer_config", "with_loss"]
-
 _PACKAGE = ".onnxblock"
 
 

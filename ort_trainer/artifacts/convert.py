@@ -16,8 +16,6 @@ from ..upstream.checkpoint import read_upstream_checkpoint
 from ..upstream.conversion import from_upstream, to_upstream
 from ..upstream.write_checkpoint import write_upstream_checkpoint
 
-__all__ = ["convert_artifacts", "convert_checkpoint", "read_state", "trainer_state_dict", "write_as_upstream"]
-
 PathLike = str | os.PathLike[str]
 
 
@@ -82,6 +80,7 @@ def convert_artifacts(source: PathLike, target: PathLike, *, include_optimizer_s
         >>> convert_artifacts("upstream", "ours")
     """
     from ..engine.contained import check_contained
+    from ..step.onnx_file import corruption_reported
     from ..upstream import models
     from .files import (
         CHECKPOINT,
@@ -112,7 +111,7 @@ def convert_artifacts(source: PathLike, target: PathLike, *, include_optimizer_s
     converted: dict[str, Any] = {}
     for name, kind in ((TRAINING_MODEL, "training"), (EVALUATION_MODEL, "evaluation")):
         if kind == "training" or (folder / name).exists():
-            with models.corruption_reported(name):
+            with corruption_reported(name):
                 converted[name] = models.step_model(data(name), name, kind, state.parameters)
     # A flat buffer lists the parameters in the order of the training model's inputs, so the checkpoint must too.
     order = [value.name for value in converted[TRAINING_MODEL][0].graph.inputs if value.name in state.parameters]
@@ -121,7 +120,7 @@ def convert_artifacts(source: PathLike, target: PathLike, *, include_optimizer_s
     state.trainable = [name for name in names if name in state.trainable]
     if (folder / OPTIMIZER_MODEL).exists():
         trained = {name: state.parameters[name] for name in state.trainable}
-        with models.corruption_reported(OPTIMIZER_MODEL):
+        with corruption_reported(OPTIMIZER_MODEL):
             converted[OPTIMIZER_MODEL] = models.optimizer_model(data(OPTIMIZER_MODEL), OPTIMIZER_MODEL, trained)
     files = contents(converted, state, nominal=False)
 

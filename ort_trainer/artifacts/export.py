@@ -29,8 +29,6 @@ from .reduced_operators import check_name, operators_of
 from .step_models import evaluation_model, training_model
 from .updates import optimizer_name, parameter_updates
 
-__all__ = ["export_artifacts"]
-
 _WEIGHTS = (torch.float32, torch.float64)
 
 

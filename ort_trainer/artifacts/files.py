@@ -18,20 +18,6 @@ from ..state.state import State
 from ..state.training_api import to_bytes
 from ..step.contract import METADATA, OptimizerModel, Step, to_metadata
 
-__all__ = [
-    "CHECKPOINT",
-    "EVALUATION_MODEL",
-    "FILES",
-    "MEMORY",
-    "NOMINAL_CHECKPOINT",
-    "OPTIMIZER_MODEL",
-    "TRAINING_MODEL",
-    "Described",
-    "contents",
-    "target_folder",
-    "write_files",
-]
-
 Described = tuple[ir.Model, Step | OptimizerModel]
 CHECKPOINT, NOMINAL_CHECKPOINT = "checkpoint", "nominal_checkpoint"
 TRAINING_MODEL, EVALUATION_MODEL, OPTIMIZER_MODEL = "training_model.onnx", "eval_model.onnx", "optimizer_model.onnx"

@@ -20,9 +20,6 @@ from ..optim import AdamConfig, OptimizerConfig, SGDConfig
 from ..options import OptionsDict, ORTTrainerOptions
 from .kinds import LossType, OptimType
 
-__all__ = ["generate_artifacts"]
-
-
 _LOSSES = {
     LossType.MSELoss: F.mse_loss,
     LossType.CrossEntropyLoss: F.cross_entropy,

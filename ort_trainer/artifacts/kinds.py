@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from enum import Enum
 
-__all__ = ["FLAVORS", "LossType", "OptimType"]
-
 FLAVORS = ("ort_trainer", "onnxruntime-training")
 """The runtimes that artifacts can be written for."""
 

@@ -21,8 +21,6 @@ from ..core.errors import shown
 from ..state.training_api import read_checkpoint
 from .files import CHECKPOINT
 
-__all__ = ["choose_trained", "parse_budget"]
-
 _log = logging.getLogger(__name__)
 _UNITS = {"": 1, "KB": 1000, "MB": 1000**2, "GB": 1000**3, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 BATCH = "batch.npz"

@@ -14,8 +14,6 @@ import torch
 from ..export.onnx import OnnxModel, describe_onnx, infer_shapes, known_shapes, load_onnx_model
 from ..export.torch import LossFunction
 
-__all__ = ["Prepared", "is_onnx", "prepared"]
-
 _CROSS_ENTROPY = "CrossEntropyLoss"
 
 

@@ -16,8 +16,6 @@ from ..state.state import Array
 from ..step.contract import IR_VERSION, OptimizerModel, Slot
 from ..step.emitter import Names
 
-__all__ = ["Updated", "optimizer_model"]
-
 _OPSETS = {"": 18}
 _RATES = "learning_rate"
 _MICRO_BATCHES = "micro_batches"

@@ -17,8 +17,6 @@ from ..step import Step
 from ..step.emitter import Emitter, Names
 from .files import Described
 
-__all__ = ["with_quantized"]
-
 _BLOCK = 32
 """Number of consecutive elements of a row that share a scale in 4 bits."""
 

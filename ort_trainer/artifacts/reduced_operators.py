@@ -11,8 +11,6 @@ from ..core.atomic import temporary_folder
 from ..engine.ort import CPU, engine, make_session, own_options, providers_for
 from .files import FILES
 
-__all__ = ["check_name", "operators_of"]
-
 _HEAD = "# Operators of {names}, as they are and as ONNX Runtime {version} fuses them: domain;opset;operators\n"
 
 

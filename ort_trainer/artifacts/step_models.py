@@ -16,8 +16,6 @@ from ..step.accumulate import ACCUMULATED, BUFFER, RESET, accumulate
 from ..step.contract import IR_VERSION
 from ..step.emitter import Names
 
-__all__ = ["check_portable", "evaluation_model", "training_model"]
-
 # The newest opset that the oldest supported engine reads.
 _MAXIMUM_OPSET = 21
 Values = Mapping[Any, ir.Value]

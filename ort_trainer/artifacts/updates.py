@@ -17,8 +17,6 @@ from ..state.state import Array, State, widened
 from ..train.loop import TrainingLoop
 from .optimizer_model import Updated
 
-__all__ = ["optimizer_name", "parameter_updates"]
-
 
 def optimizer_name(config: OptimizerConfig) -> str:
     """Returns the name of the rule that updates the weights.

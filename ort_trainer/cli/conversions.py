@@ -17,8 +17,6 @@ from ..state.state import State
 from ..state.training_api import as_stored, read_checkpoint, write_checkpoint
 from .describe import Format, manifest_of, open_sealed, recognize
 
-__all__ = ["TARGETS", "convert"]
-
 TARGETS = {
     "trainer": Format.TRAINER,
     "api": Format.API,

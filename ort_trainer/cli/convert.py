@@ -8,8 +8,6 @@ from typing import Any
 
 from .output import OK, WRONG_USAGE, complain, say
 
-__all__ = ["add"]
-
 _KINDS = ("trainer", "api", "upstream", "weights")
 
 

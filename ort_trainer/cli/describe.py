@@ -15,8 +15,6 @@ from ..core.errors import CheckpointError
 from ..core.foreign import is_hdf5, is_upstream_checkpoint
 from ..core.sealed import DTYPES, Header, damaged_tensors, read_header
 
-__all__ = ["Format", "check", "describe", "describe_folder", "files_of", "manifest_of", "open_sealed", "recognize"]
-
 # The first bytes of a cached export, and of pickles: a zip file by torch.save, or protocol 2, 4 or 5.
 _CACHED = b"ort_trainer export "
 _PICKLES = (b"PK\x03\x04", b"\x80\x02", b"\x80\x04", b"\x80\x05")

@@ -19,8 +19,6 @@ from typing import Any
 
 from .output import OK, say, say_facts, say_json, size
 
-__all__ = ["add", "own_version"]
-
 # These are imported, because a broken installation still has a version; for the others the version is enough.
 _IMPORTED = ("numpy", "torch", "onnx")
 _LOOKED_UP = (

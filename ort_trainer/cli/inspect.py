@@ -9,8 +9,6 @@ from typing import Any
 
 from .output import FAILED, OK, say, say_facts, say_json, say_table, size
 
-__all__ = ["add"]
-
 # The keys of a description that are not printed in its list of facts.
 _APART = ("file", "folder", "kind", "bytes", "tensors", "totals", "inputs", "outputs", "operators", "damaged")
 _SHOWN = 40  # tensors printed without --all

@@ -14,8 +14,6 @@ import numpy as np
 from ..core.protobuf import ELEMENT_TYPES, Field, Malformed, content, decoded, fields, text, varints
 from ..step.contract import METADATA
 
-__all__ = ["describe_model"]
-
 # Field numbers of onnx.proto.
 _MODEL_IR_VERSION, _MODEL_PRODUCER, _MODEL_GRAPH, _MODEL_OPSET, _MODEL_METADATA = 1, 2, 7, 8, 14
 _GRAPH_NODE, _GRAPH_INITIALIZER, _GRAPH_INPUT, _GRAPH_OUTPUT = 1, 5, 11, 12

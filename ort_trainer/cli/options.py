@@ -12,8 +12,6 @@ from .output import OK, WRONG_USAGE, complain, say, say_facts, say_json, say_tab
 if TYPE_CHECKING:
     from ..options.schema import ListedOption
 
-__all__ = ["add"]
-
 
 def add(commands: Any) -> None:
     """Adds the command to a parser."""

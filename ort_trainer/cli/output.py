@@ -10,8 +10,6 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TextIO
 
-__all__ = ["FAILED", "OK", "WRONG_USAGE", "complain", "say", "say_facts", "say_json", "say_table", "size"]
-
 OK, FAILED, WRONG_USAGE = 0, 1, 2
 """Exit codes; argparse itself exits with the last one."""
 

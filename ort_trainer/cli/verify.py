@@ -8,8 +8,6 @@ from typing import Any
 
 from .output import FAILED, OK, WRONG_USAGE, complain, say, say_json
 
-__all__ = ["add"]
-
 
 def add(commands: Any) -> None:
     """Adds the command to a parser."""

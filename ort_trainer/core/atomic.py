@@ -22,18 +22,6 @@ except ImportError:  # Windows
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = [
-    "atomic_path",
-    "check_target",
-    "explained",
-    "real_path",
-    "remove_abandoned",
-    "replace_all",
-    "sync",
-    "sync_folder",
-    "temporary_folder",
-]
-
 _FULL = "make room there, or write to another disk"
 _DENIED = "let this user write there, or choose another folder"
 if os.name == "nt":  # which does not replace an open file

@@ -11,8 +11,6 @@ from typing import Any
 
 from .errors import shown
 
-__all__ = ["evaluate", "evaluate_number", "fixed_dimensions", "holds", "symbols_of"]
-
 # Expressions also come from untrusted files, so these limits bound the cost of an evaluation. c/src/expressions.cc and
 # js/src/expressions.ts have the same limits, so that an expression has the same value in every language.
 _LONGEST = 10_000

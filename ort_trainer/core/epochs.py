@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["begin", "count"]
-
 count = 0
 """How many have begun; a function that returned it would be called in each step."""
 

@@ -9,23 +9,6 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-__all__ = [
-    "PACKAGE",
-    "CheckpointError",
-    "DistributedError",
-    "ExportError",
-    "IdleOptionError",
-    "MissingStateWarning",
-    "ValueBranchError",
-    "VerificationError",
-    "check_count",
-    "check_file",
-    "instead",
-    "shown",
-    "warn",
-    "was_given",
-]
-
 PACKAGE = str(Path(__file__).parents[1]) + os.sep
 
 

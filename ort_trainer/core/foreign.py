@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from .errors import CheckpointError
 
-__all__ = ["UPSTREAM", "UPSTREAM_MARK", "is_hdf5", "is_upstream_checkpoint", "refuse_upstream_checkpoint"]
-
 UPSTREAM = "onnxruntime-training"
 """The name of the export in the state of all upstream artifacts, which do not identify their export."""
 UPSTREAM_MARK = b"ODTC"

@@ -10,8 +10,6 @@ import sys
 import warnings
 from collections.abc import Callable
 
-__all__ = ["end", "end_with_parent", "forked"]
-
 _PR_SET_PDEATHSIG = 1  # of prctl(2)
 
 

@@ -12,8 +12,6 @@ import numpy as np
 
 from .dims import evaluate
 
-__all__ = ["STEPS", "IndexRange", "check_indices"]
-
 Array = np.ndarray[Any, Any]
 # Steps also come from untrusted files, so this limits how many elements they may derive from an input.
 _MOST_ELEMENTS = 1 << 26

@@ -10,8 +10,6 @@ from collections.abc import Mapping, Sequence
 from types import FrameType, TracebackType
 from typing import Any
 
-__all__ = ["insisted", "uninterrupted"]
-
 # Signals whose handlers commonly raise: Ctrl-C, time limits, what a job scheduler sends before it kills, Windows's
 # Ctrl-Break, and the end of a child, for which PyTorch's DataLoader raises if the child was one of its workers.
 _NAMES = ("SIGINT", "SIGTERM", "SIGALRM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGBREAK", "SIGCHLD")

@@ -14,8 +14,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["KEYS", "draw_mask", "draw_unpacked", "unpacked", "words_for"]
-
 Array = np.ndarray[Any, Any]
 
 KEYS = 2**62

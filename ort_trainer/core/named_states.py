@@ -8,8 +8,6 @@ from typing import Any, Generic, TypeVar
 
 from .errors import shown, was_given
 
-__all__ = ["NamedStates"]
-
 State = TypeVar("State")
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["SHARED", "STEP", "UPDATE_COUNT"]
-
 UPDATE_COUNT = "Update_Count"
 """A parameter's updates done plus 1."""
 SHARED = "shared_optimizer_state"

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 
-__all__ = ["page"]
-
 
 def page(name: str) -> str:
     """Returns the address of a page, such as ``"models.md#branches-on-values"``."""

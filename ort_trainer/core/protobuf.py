@@ -10,24 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-__all__ = [
-    "BYTES",
-    "DEEPEST",
-    "ELEMENT_TYPES",
-    "VARINT",
-    "Field",
-    "Malformed",
-    "content",
-    "decoded",
-    "delimited",
-    "field",
-    "fields",
-    "tag",
-    "text",
-    "varint",
-    "varints",
-]
-
 # Wire types of a field.
 VARINT, _EIGHT_BYTES, BYTES, _GROUP, _GROUP_END, _FOUR_BYTES = range(6)
 

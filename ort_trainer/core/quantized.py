@@ -8,8 +8,6 @@ import numpy as np
 
 from .errors import shown
 
-__all__ = ["KINDS", "check_kind", "int4_blocks", "int4_numbers", "int8_rows"]
-
 KINDS = ("int8", "int4")
 
 Array = np.ndarray[Any, Any]

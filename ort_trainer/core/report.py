@@ -7,8 +7,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["GraphRuns", "Report", "memory_of", "peak_memory"]
-
 _MEGA = 1e6
 
 

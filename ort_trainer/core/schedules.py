@@ -10,8 +10,6 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-__all__ = ["KINDS", "learning_rate"]
-
 
 def learning_rate(schedule: Mapping[str, Any], step: int, base: float) -> float:
     """Returns the learning rate of the next update.

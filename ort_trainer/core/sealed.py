@@ -24,21 +24,6 @@ import xxhash
 
 from .errors import CheckpointError, shown, warn
 
-__all__ = [
-    "DTYPES",
-    "VERSION",
-    "Entry",
-    "Header",
-    "Stored",
-    "check_version",
-    "damaged_tensors",
-    "digest",
-    "read_header",
-    "read_tensors",
-    "verify",
-    "write",
-]
-
 DTYPES = {
     "BOOL": "bool",
     "U8": "uint8",

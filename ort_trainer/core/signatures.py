@@ -7,8 +7,6 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["signature_of"]
-
 
 def signature_of(function: Callable[..., Any]) -> inspect.Signature:
     """Returns the signature of a function, without evaluating its annotations.

@@ -5,8 +5,6 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-__all__ = ["redraws"]
-
 
 def redraws(stream: Any) -> bool:
     """Returns whether a stream draws over a line after a carriage return: a terminal, or the output of a notebook."""

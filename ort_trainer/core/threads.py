@@ -11,8 +11,6 @@ from typing import Any
 
 from .errors import PACKAGE
 
-__all__ = ["OneThread", "turns"]
-
 _LOCKS: weakref.WeakSet[Any] = weakref.WeakSet()
 _REPLACING = threading.Lock()
 

@@ -9,8 +9,6 @@ from typing import Any, TypeVar
 
 from .signatures import signature_of
 
-__all__ = ["explains_calls", "meant"]
-
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 

@@ -11,18 +11,6 @@ from ..core.errors import DistributedError
 from .missing import ADVICE
 from .processes import Processes
 
-__all__ = [
-    "FOLLOW",
-    "KINDS",
-    "Row",
-    "check_rows",
-    "check_steps",
-    "check_traits",
-    "checksum",
-    "number_of",
-    "raise_difference",
-]
-
 # The number of differences that a message lists.
 _MOST = 3
 _MISSING = "missing"

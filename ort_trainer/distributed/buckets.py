@@ -9,8 +9,6 @@ import torch
 
 from ..optim.parts import Named
 
-__all__ = ["Bucket", "Buckets", "grouped"]
-
 # The alignment of gradients in bytes, for vectorized kernels.
 _ALIGNMENT = 64
 

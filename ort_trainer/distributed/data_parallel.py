@@ -21,8 +21,6 @@ from .buckets import Buckets, grouped
 from .processes import Processes
 from .reduction import WHAT, Reduction
 
-__all__ = ["DataParallel"]
-
 
 class DataParallel(Strategy):
     """Combines the gradients of all processes, so that all make the same update.

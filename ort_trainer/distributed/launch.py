@@ -28,8 +28,6 @@ from ..train.transaction import outside_inference_mode
 if TYPE_CHECKING:
     from .processes import Processes
 
-__all__ = ["Rank", "find_place", "launch"]
-
 
 class _Variables(NamedTuple):
     """A launcher's environment variables, and how the user sets the address where the processes meet."""

@@ -14,8 +14,6 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-__all__ = ["ADVICE", "Notes", "find_missing", "stay"]
-
 Result = TypeVar("Result")
 # Seconds to wait for the store's answer.
 _PATIENCE = 3.0

@@ -20,8 +20,6 @@ from ..core.errors import DistributedError
 from ..core.interrupts import insisted
 from .missing import Notes, find_missing, stay
 
-__all__ = ["Processes", "all_gather", "reduce_scatter"]
-
 Result = TypeVar("Result")
 # torch 2.13 has new names for both, and warns of the old ones.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

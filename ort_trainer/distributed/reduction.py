@@ -12,8 +12,6 @@ import torch.distributed as dist
 from .buckets import Bucket
 from .processes import Processes, reduce_scatter
 
-__all__ = ["WHAT", "Adasum", "Reduction", "Sum"]
-
 WHAT = "the gradients of the other processes"
 """What a process waits for during a reduction, for messages."""
 

@@ -16,8 +16,6 @@ from .buckets import Bucket, Buckets
 from .data_parallel import DataParallel
 from .processes import Processes
 
-__all__ = ["ShardedOptimizer"]
-
 WHAT = "the parts of the other processes"
 
 

@@ -8,8 +8,6 @@ from ..core.errors import shown
 from ..core.protobuf import DEEPEST, Field, Malformed, content, delimited, fields, text
 from .ort import CALLING_OUT, DOMAINS
 
-__all__ = ["check_contained", "custom_operators"]
-
 # Field numbers of onnx.proto: kind of message -> field -> kind of the messages in it.
 _INSIDE: Mapping[str, Mapping[int, str]] = {
     "model": {7: "graph", 20: "training", 25: "function"},

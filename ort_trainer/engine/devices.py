@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["as_default_generator", "default_generator", "device_of", "limit_memory", "resolve_device"]
-
 
 def resolve_device(
     name: str | None, tensors: Iterable[torch.Tensor] = (), local_rank: int | None = None

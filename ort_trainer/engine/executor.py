@@ -23,8 +23,6 @@ from .turns import Turns
 if TYPE_CHECKING:
     from .ort import InferenceSession, SessionOptions
 
-__all__ = ["Executor"]
-
 # A training run may have as many shapes as (batch, length) pairs; each plan holds a few kilobytes of bindings.
 _MAXIMUM_PLANS = 256
 _shape = attrgetter("shape")

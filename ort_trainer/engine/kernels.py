@@ -11,8 +11,6 @@ import onnx_ir as ir
 from ..step.emitter import Names, infer_missing
 from .ort import kernel_outputs
 
-__all__ = ["CastBeforeTransposePass", "FitResult", "FitToKernelsPass", "WidenInterfacePass", "cast"]
-
 _BFLOAT16, _BOOL, _DOUBLE, _FLOAT = ir.DataType.BFLOAT16, ir.DataType.BOOL, ir.DataType.DOUBLE, ir.DataType.FLOAT
 _INT32, _INT64 = ir.DataType.INT32, ir.DataType.INT64
 # Types that can represent every number of a type. Casts back reduce integers modulo the size of their type, as PyTorch

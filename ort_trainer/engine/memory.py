@@ -7,8 +7,6 @@ import functools
 import gc
 import sys
 
-__all__ = ["keep_freed_memory", "return_freed_memory"]
-
 # Parameters of glibc's mallopt(3).
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 _LARGEST = 32 * 2**20

@@ -9,8 +9,6 @@ import numpy as np
 from .ort import CPU, Device, OrtValue, engine
 from .runner import Output, Wanted
 
-__all__ = ["NumPyMemory", "OrtValueMemory", "StateTensor"]
-
 Array = np.ndarray[Any, Any]
 
 

@@ -6,8 +6,6 @@ from collections.abc import Collection, Mapping
 
 import torch
 
-__all__ = ["own_copies", "owned_dtype", "shared_groups"]
-
 Named = Mapping[str, torch.Tensor]
 
 

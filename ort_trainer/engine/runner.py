@@ -16,22 +16,6 @@ from .ort import make_session
 if TYPE_CHECKING:
     from .ort import InferenceSession, OrtValue, RunOptions, SessionOptions
 
-__all__ = [
-    "Binding",
-    "Check",
-    "GraphRunner",
-    "Kind",
-    "Memory",
-    "Output",
-    "Plan",
-    "SessionRunner",
-    "Wanted",
-    "check_branches",
-    "check_failure",
-    "evaluated",
-    "with_probabilities",
-]
-
 Check = Callable[[Step, Mapping[str, Any], Mapping[str, Any]], None]
 """Receives the step of a run, the fetched outputs by name, and the others; raises to discard the run."""
 

@@ -18,20 +18,6 @@ if TYPE_CHECKING:
     from .ort import OrtValue
     from .runner import Output, Wanted
 
-__all__ = [
-    "TorchMemory",
-    "as_taken",
-    "dense_order",
-    "divided",
-    "freed_storages",
-    "in_order",
-    "order_of",
-    "put_back",
-    "readable",
-    "shaped",
-    "sparse",
-]
-
 _NUMPY_TYPES: dict[torch.dtype, Any] = {
     torch.float64: np.float64,
     torch.float32: np.float32,

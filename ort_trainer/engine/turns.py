@@ -10,8 +10,6 @@ from typing import TypeVar
 
 from .runner import GraphRunner, Plan
 
-__all__ = ["Decided", "Lane", "Race", "Turns"]
-
 Result = TypeVar("Result")
 Decided = Callable[[bool, tuple[float, float]], None]
 """Called with whether the rival won, and the seconds that a run of each takes, the rival's last."""

@@ -24,8 +24,6 @@ from ..core.dims import holds, symbols_of
 from ..core.errors import check_file
 from ..step import Step
 
-__all__ = ["SOURCES_AT_IMPORT", "Export", "ExportCache", "export_cache", "hash_of_sources", "violated"]
-
 _MAGIC = b"ort_trainer export 1\n"
 _HEADER = len(_MAGIC) + hashlib.sha256().digest_size
 _OFF = ("off", "0", "no", "false")

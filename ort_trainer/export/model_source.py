@@ -22,17 +22,6 @@ if TYPE_CHECKING:
     from .torch.capture.eager import EagerStep
     from .torch.compile_later import Compilation
 
-__all__ = [
-    "Builder",
-    "Layouts",
-    "ModelMemory",
-    "ModelSource",
-    "Named",
-    "autocast_dtype",
-    "check_names",
-    "nothing_to_train",
-]
-
 Named = Mapping[str, torch.Tensor]
 Layouts = Sequence[tuple[str, Layout]]
 

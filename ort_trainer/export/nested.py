@@ -17,18 +17,6 @@ from torch.nn.utils.rnn import PackedSequence
 
 from ..core.errors import ExportError
 
-__all__ = [
-    "Layout",
-    "argument_of",
-    "constants_of",
-    "default_layout",
-    "flatten",
-    "has_tensors",
-    "mapped",
-    "rebuild",
-    "with_numbers_apart",
-]
-
 Layout = tuple[Any, ...]
 """``("tensor", input name)``, ``("value", type, value)``, or a container's kind with the layouts of its parts; of an
 object ``("object", type, parts)``, of a mapping that is more than a dict ``("mapping", type, parts)``. A number that

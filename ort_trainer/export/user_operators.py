@@ -10,8 +10,6 @@ from typing import Any
 
 from ..core.errors import shown
 
-__all__ = ["Registration", "register_onnx_operator", "registered"]
-
 
 @dataclass(frozen=True)
 class Registration:

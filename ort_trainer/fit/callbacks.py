@@ -14,8 +14,6 @@ from ..runs.checks import entry, number, optional, text, whole
 from ..runs.trainer import Trainer
 from .state import FitState
 
-__all__ = ["Callback", "Checkpoints", "EarlyStopping", "ManagedCheckpoints"]
-
 
 class Callback:
     """The base class of callbacks; its methods do nothing and are named as in PyTorch Lightning.

@@ -17,8 +17,6 @@ from ..runs.trainer import Trainer
 from .callbacks import Callback
 from .state import EPOCH_COLUMNS, FitState, shown_number
 
-__all__ = ["CSVLogger", "Progress", "TensorBoardLogger"]
-
 
 class CSVLogger(Callback):
     """Writes the rows of the history, and optionally rows for batches, which have a number in the column ``batch``.

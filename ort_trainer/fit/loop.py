@@ -25,8 +25,6 @@ from .loggers import Progress
 from .metrics import Metrics
 from .state import EPOCH_COLUMNS, FitState
 
-__all__ = ["fit"]
-
 Check = Callable[[Mapping[str, Any]], None]
 Load = Callable[[Trainer, Check], dict[str, Any] | None]
 _KEY = "fit"

@@ -8,8 +8,6 @@ from typing import Any
 
 from ..core.errors import shown, was_given
 
-__all__ = ["Metrics"]
-
 
 class Metrics:
     """Updates metrics with the outputs of an evaluation.

@@ -13,8 +13,6 @@ from ..runs import Position
 from ..runs.checks import entry, number, optional, whole
 from ..runs.trainer import Trainer
 
-__all__ = ["EPOCH_COLUMNS", "FitState", "shown_number"]
-
 EPOCH_COLUMNS = ("epoch", "step", "update", "loss", "learning_rate", "grad_norm", "samples_per_second")
 
 

@@ -26,23 +26,6 @@ from ..engine.torch_memory import dense_order, put_back
 from ..export.nested import Layout, flatten, mapped, with_numbers_apart
 from ..export.torch.fx.explain import with_history
 
-__all__ = [
-    "Link",
-    "check_links",
-    "clone",
-    "filled",
-    "layout_of",
-    "links",
-    "merged",
-    "private",
-    "refuse_other_gradients",
-    "refuse_replaced_buffers",
-    "refuse_shared_memory",
-    "refuse_subclasses",
-    "without_histories",
-    "without_reading_memory",
-]
-
 _COLLECTIVES = f"{Path(torch.__file__).parent / 'distributed'}{os.sep}"
 _TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 

@@ -22,26 +22,6 @@ from ..engine.torch_memory import divided, freed_storages, sparse
 from ..export.torch.fx.explain import forward_line
 from ..export.torch.outside.output import output_watched
 
-__all__ = [
-    "AT_RUN_TIME",
-    "POLICIES",
-    "Fallback",
-    "NoGraphError",
-    "OptionError",
-    "SettlingError",
-    "foreign_context",
-    "in_backward_pass",
-    "is_running",
-    "own_methods",
-    "policy_of",
-    "refuse_divided",
-    "refuse_freed",
-    "refuse_sparse",
-    "refuse_uninitialized",
-    "running",
-    "settled",
-]
-
 POLICIES = ("warn", "error")
 AT_RUN_TIME: tuple[type[Exception], ...] = (ValueBranchError,)
 """Errors that the forward pass raises before it has changed anything, after which PyTorch can run the call."""

@@ -15,8 +15,6 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["Assigned", "Graphed", "Inner", "Outer", "graphed_in", "rebound"]
-
 _DEEPEST = 6
 
 

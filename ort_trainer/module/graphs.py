@@ -70,8 +70,6 @@ from .fallback import (
 )
 from .passes import CallsInTurns, Passes, SizedPasses, reduces_early
 
-__all__ = ["Call", "CallGraphs", "ExportedGraphs"]
-
 Call = SizedPasses | CallsInTurns
 Layouts = tuple[Layout, ...]
 NamedLayouts = tuple[tuple[str, Layout], ...]

@@ -14,8 +14,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from ..core.errors import shown
 from .fallback import Fallback, own_methods
 
-__all__ = ["Method", "checked_methods", "expect_calls"]
-
 
 class Method(nn.Module):
     """A method of a module, as a module whose ``forward`` it is.

@@ -30,8 +30,6 @@ from .graphs import CallGraphs
 from .methods import Method, checked_methods, expect_calls
 from .verify import CallVerifier
 
-__all__ = ["ORTModule"]
-
 # Attributes that a wrapper shares with its module: parameters have the same names in both, and hooks of state dicts run
 # whichever of the two is asked.
 _SHARED = (

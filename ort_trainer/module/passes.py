@@ -19,8 +19,6 @@ from ..engine.turns import Lane, Race
 from ..export.torch.capture.eager import random_state, set_random_state
 from ..step import SIZES, Step
 
-__all__ = ["CallsInTurns", "Passes", "SizedPasses", "reduces_early"]
-
 _DDP: Any = torch.nn.parallel.DistributedDataParallel
 Tensors = Sequence[torch.Tensor]
 CheckGradients = Callable[[Mapping[int, torch.Tensor], list["torch.Tensor | None"]], list["torch.Tensor | None"]]

@@ -37,8 +37,6 @@ from .arguments import clone
 from .fallback import running
 from .graphs import Call, ExportedGraphs
 
-__all__ = ["CallVerifier"]
-
 Named = dict[str, torch.Tensor]
 
 

@@ -11,8 +11,6 @@ from ..core.errors import shown
 from ..core.unknown import explains_calls
 from .rule import RULES, Rule
 
-__all__ = ["OptimizerConfig", "ParameterGroups", "flag", "number"]
-
 ParameterGroups = Sequence[Mapping[str, Any]]
 
 # What other libraries call hyper-parameters.

@@ -11,8 +11,6 @@ from ..core.errors import shown
 from .torch_optimizer import FollowedConfig
 from .update import OptimizerUpdate
 
-__all__ = ["TORCH_NAMES", "FollowedUpdate"]
-
 TORCH_NAMES = {"Moment_1": "exp_avg", "Moment_2": "exp_avg_sq", "Momentum": "momentum_buffer"}
 """State tensor of a rule -> its name in the equivalent optimizer of ``torch.optim``."""
 

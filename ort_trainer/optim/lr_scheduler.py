@@ -16,16 +16,6 @@ from ..core.errors import check_count, shown
 from .config import OptimizerConfig
 from .step_info import TrainStepInfo
 
-__all__ = [
-    "ATTRIBUTES",
-    "ConstantWarmupLRScheduler",
-    "CosineWarmupLRScheduler",
-    "LRScheduler",
-    "LinearWarmupLRScheduler",
-    "PolyWarmupLRScheduler",
-]
-
-
 ATTRIBUTES = "attributes"
 """Key of the attributes of a user's own schedule in its state."""
 # Attributes of the base class, which are not part of the state of a user's subclass.

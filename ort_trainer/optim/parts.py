@@ -6,8 +6,6 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
-__all__ = ["Named", "Parts", "global_norm"]
-
 Named = Mapping[str, torch.Tensor]
 
 

@@ -20,8 +20,6 @@ import torch
 
 from .rule import ParameterBatch, Rule
 
-__all__ = ["update_rounded"]
-
 # Elements of a block: a weight, its gradient and its moments fit into the second-level cache.
 _BLOCK = 1 << 18
 

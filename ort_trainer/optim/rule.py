@@ -12,8 +12,6 @@ import torch
 
 from .parts import Parts
 
-__all__ = ["RULES", "NodeWriter", "ParameterBatch", "ParameterNodes", "Rule", "by_count"]
-
 Key = TypeVar("Key", bound=Hashable)
 
 RULES: dict[str, Rule] = {}

@@ -9,8 +9,6 @@ import torch
 from ..core.errors import check_count, shown
 from .config import OptimizerConfig
 
-__all__ = ["TrainStepInfo"]
-
 Norm = float | torch.Tensor | Callable[[], torch.Tensor | None] | None
 
 

@@ -20,8 +20,6 @@ from .rule import RULES, Rule
 from .torch_state import check_groups, check_states
 from .update import Again, OptimizerUpdate
 
-__all__ = ["FollowedConfig", "TorchOptimizerConfig", "TorchUpdate", "equivalent_rule", "from_torch"]
-
 
 class _OverTorch(OptimizerConfig):
     """Base class of both configs, which reads the optimizer's current parameter groups.

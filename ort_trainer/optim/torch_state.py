@@ -21,8 +21,6 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ..core.errors import CheckpointError, shown
 
-__all__ = ["as_types_of", "check_groups", "check_like", "check_schedule", "check_states"]
-
 # The largest number: beyond it, floats skip integers.
 _HIGHEST = 1 << 53
 # The largest integer among hyper-parameters: PyTorch allocates as many entries, as LBFGS's history_size, or iterates.

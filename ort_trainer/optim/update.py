@@ -15,8 +15,6 @@ from .parts import Parts
 from .rounded_moments import update_rounded
 from .rule import ParameterBatch
 
-__all__ = ["Again", "OptimizerUpdate"]
-
 Again = Callable[[], tuple[torch.Tensor, Mapping[str, torch.Tensor]]]
 """Runs the forward and backward pass again; returns the loss, and the gradients by parameter name."""
 

@@ -21,8 +21,6 @@ from ..step.arithmetic import one_minus_power
 from ..step.emitter import Emitter, Names
 from .rule import ParameterNodes, Rule
 
-__all__ = ["ALL_FINITE", "DIVISOR", "LEARNING_RATE", "ParameterUpdate", "UpdateWriter", "with_optimizer"]
-
 
 @dataclass(frozen=True)
 class ParameterUpdate:

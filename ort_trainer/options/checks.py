@@ -8,8 +8,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["SPELLINGS", "conflicts", "idle", "respelled"]
-
 _CPU = "CPUExecutionProvider"
 _CASTS = "graph_transformer.propagate_cast_ops_config"
 # Keys in the legacy documentation whose names or sections differ from the legacy code.

@@ -11,8 +11,6 @@ from typing import Any
 from ..core.errors import instead, shown
 from .checks import SPELLINGS
 
-__all__ = ["entries", "explained", "requirement", "shown_given"]
-
 # Settings of other trainers -> the options for them here.
 _ELSEWHERE = {
     "bf16": "{'mixed_precision': {'enabled': True, 'dtype': 'bfloat16'}}",

@@ -11,9 +11,6 @@ from ..core.errors import shown
 from .schema import SchemaValidator, flatten_errors, load_schema
 from .section import FrozenList
 
-__all__ = ["InputDescription", "ModelDescription", "OutputDescription"]
-
-
 _EXAMPLE = (
     "an example is {'inputs': [('x', ['batch', 784]), ('label', ['batch'])], "
     "'outputs': [('loss', [], True), ('logits', ['batch', 10])]}"

@@ -19,16 +19,6 @@ import cerberus
 from .checks import SPELLINGS
 from .explain import entries, shown_given
 
-__all__ = [
-    "ListedOption",
-    "SchemaValidator",
-    "beyond_default",
-    "flatten_errors",
-    "leaves",
-    "listed_options",
-    "load_schema",
-]
-
 
 def load_schema(name: str) -> dict[str, Any]:
     """Returns the schema ``name`` (a file in ``schemas/`` without its extension) as a new dict.

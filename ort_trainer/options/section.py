@@ -16,9 +16,6 @@ else:
         return lambda kind: kind
 
 
-__all__ = ["FrozenList", "Section", "thawed"]
-
-
 class FrozenList(tuple[Any, ...]):
     """An immutable list: a tuple that also equals a list, the form in which users write it."""
 

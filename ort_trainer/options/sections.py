@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from ..engine.ort import SessionOptions
     from ..optim import LRScheduler
 
-__all__ = ["Options", "OptionsDict"]
 
 
 class BatchOptions(Section):

@@ -20,8 +20,6 @@ from .schema import SchemaValidator, beyond_default, flatten_errors, leaves, loa
 from .section import Section, thawed
 from .sections import Options, OptionsDict
 
-__all__ = ["MINIMUM_OPSET", "ORTTrainerOptions"]
-
 _SCHEMA = load_schema("trainer_options")
 _DEFAULTS = {path: rules["default"] for path, rules in leaves(_SCHEMA)}
 MINIMUM_OPSET = 18

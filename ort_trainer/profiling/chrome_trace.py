@@ -12,8 +12,6 @@ from ..step.origins import Origin, parent_of
 from .figures import GraphOrigins, MeasuredStep
 from .timing import TimedRun
 
-__all__ = ["write_trace"]
-
 _PROCESS = 1
 _MAIN = 1
 

@@ -11,8 +11,6 @@ from ..step.origins import Origins, parent_of
 from .profile import ModuleTime, OperatorTime, Profile
 from .timing import Operation, TimedRun
 
-__all__ = ["FUSED", "GraphOrigins", "MeasuredStep", "fill", "is_product"]
-
 
 @dataclass
 class MeasuredStep:

@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from ..core.pages import page
 
-__all__ = ["ModuleTime", "OperatorTime", "Profile"]
-
 # Limits of the report; the profile itself has everything.
 _OPERATORS = 20
 _SMALLEST_SHARE = 0.01

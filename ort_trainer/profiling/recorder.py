@@ -18,8 +18,6 @@ from .figures import GraphOrigins, MeasuredStep, fill
 from .profile import Profile
 from .timing import Timing
 
-__all__ = ["Profiler"]
-
 Result = TypeVar("Result")
 
 

@@ -32,8 +32,6 @@ from ..step import RandomInput, Step
 if TYPE_CHECKING:
     from ..engine.ort import RunOptions
 
-__all__ = ["Operation", "TimedRun", "Timing"]
-
 # Events of ONNX Runtime's profiler: the suffix of those of kernels, and the name of those of runs.
 _KERNEL = "_kernel_time"
 _RUN = "model_run"

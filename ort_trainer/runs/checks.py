@@ -15,8 +15,6 @@ from ..core.errors import CheckpointError, shown
 from ..state import read_user_dict
 from .trainer import Trainer
 
-__all__ = ["check_place", "check_random", "entry", "load_checked", "number", "optional", "text", "whole"]
-
 # Larger integers are no counts; 2^53 is where floats, in which some of them are computed, end to be exact.
 _LARGEST = 1 << 53
 # NumPy reads as many of the numbers in its state as a position says, without a check. MT19937: 624 words; Philox: 4.

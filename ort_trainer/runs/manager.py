@@ -27,8 +27,6 @@ from . import checks
 from .position import Position, own_place, restore
 from .trainer import Trainer
 
-__all__ = ["CheckpointManager", "SavedCheckpoint"]
-
 _PATTERN = "step-*.ortckpt"
 _POSITION = "position"
 _RUN = "run"  # the part of a file that SavedCheckpoint is read from

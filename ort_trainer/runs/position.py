@@ -15,8 +15,6 @@ from ..core.errors import CheckpointError, shown
 from ..train.state import copied
 from .checks import check_place
 
-__all__ = ["Position", "length_of", "own_place", "restore"]
-
 _END = object()
 # For messages about a loader that differs from the checkpoint's.
 _WAY_OUT = "or continue without the position in the data: call resume() without one, and start a new epoch"

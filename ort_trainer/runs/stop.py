@@ -11,8 +11,6 @@ from typing import Any
 
 from ..core.errors import shown
 
-__all__ = ["StopSignals"]
-
 _CHILD_ENDED = getattr(signal, "SIGCHLD", None)  # not on Windows
 
 

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from ..options import ModelDescription
     from ..train.loop import TrainingLoop
 
-__all__ = ["Trainer"]
-
 
 class Trainer(Protocol):
     """The part of :class:`~ort_trainer.ORTTrainer` that ``fit`` and the checkpoint manager use."""

@@ -7,8 +7,6 @@ import torch
 
 from .state import Array
 
-__all__ = ["array_of", "tensor_of"]
-
 
 def array_of(tensor: torch.Tensor) -> Array:
     """Returns a tensor as an array; copies it if it is not in the CPU's memory."""

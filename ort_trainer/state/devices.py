@@ -13,8 +13,6 @@ from ..core.optimizer_keys import SHARED, STEP, UPDATE_COUNT
 from ..core.schedules import learning_rate
 from .state import Array, State, widened
 
-__all__ = ["for_device", "for_trainer", "from_state_dict", "random_to_numpy", "random_to_torch"]
-
 _WORDS = 624
 # PyTorch's layout: the seed, how many numbers are left, whether it is seeded, the position of the next number, the
 # words of 64 bits each, and a cached normal number.

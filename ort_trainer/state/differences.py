@@ -12,8 +12,6 @@ import torch
 from .bfloat16 import array_of, tensor_of
 from .state import Array
 
-__all__ = ["Differences", "compare_keys", "derived_state"]
-
 # Bytes of the states of PyTorch's random generators, by kind of device.
 _STATE_SIZES = {"cpu": 5056, "cuda": 16, "xpu": 16}
 

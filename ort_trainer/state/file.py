@@ -26,18 +26,6 @@ from ..core.sealed import DTYPES, VERSION, Array, Entry, Stored, check_version, 
 from .bfloat16 import array_of, tensor_of
 from .legacy import aggregate_legacy_files, is_legacy_file, load_legacy_file
 
-__all__ = [
-    "PathOrFile",
-    "as_stored",
-    "as_tensor",
-    "decode",
-    "encode",
-    "load_checkpoint_file",
-    "read_parts",
-    "read_user_dict",
-    "save_checkpoint_file",
-]
-
 PathOrFile = str | os.PathLike[str] | BinaryIO
 _FORMAT = "ort_trainer checkpoint"
 _PICKLES = (b"PK\x03\x04", b"\x80\x02\x8a\x0a")  # torch.save: a zip file, or before PyTorch 1.6 a bare pickle

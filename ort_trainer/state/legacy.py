@@ -24,8 +24,6 @@ from ..core.foreign import is_hdf5
 from ..core.forked import forked
 from ..core.optimizer_keys import UPDATE_COUNT
 
-__all__ = ["aggregate_legacy_files", "is_legacy_file", "legacy_values", "load_legacy_file"]
-
 StateDict = dict[str, Any]
 _NUMERIC_OPTIONS = (
     "zero_stage",

@@ -9,8 +9,6 @@ from typing import Any, Protocol
 
 import numpy as np
 
-__all__ = ["Array", "HasState", "State", "Value", "widened"]
-
 Array = np.ndarray[Any, Any]
 Value = int | float | str
 """The types of a property."""

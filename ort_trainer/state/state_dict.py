@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     from .differences import Differences
 
-__all__ = ["LOSSES", "Contents", "read", "to_state_dict"]
-
 # The keys that legacy wrote, and those added since. Only this package writes the latter.
 _LEGACY_KEYS = ("model", "optimizer", "trainer_options", "train_step_info", "partition_info")
 _NEW_KEYS = (

@@ -18,15 +18,6 @@ from ..core.schedules import KINDS, learning_rate
 from ..core.sealed import DTYPES, Stored, check_version, read_header, read_tensors, write
 from .state import Array, State
 
-__all__ = [
-    "VERSION",
-    "as_stored",
-    "from_bytes",
-    "read_checkpoint",
-    "to_bytes",
-    "write_checkpoint",
-]
-
 VERSION = 3
 """Version of the file. Version 2 lacks ``micro_batches`` and ``trainer``; version 1 also lacks checksums."""
 

@@ -9,8 +9,6 @@ import onnx_ir as ir
 
 from .emitter import Names
 
-__all__ = ["ACCUMULATED", "BUFFER", "RESET", "accumulate"]
-
 RESET = "lazy_reset_grad"
 BUFFER = "{}_grad.accumulation.buffer"
 ACCUMULATED = "{}_grad.accumulation.out"

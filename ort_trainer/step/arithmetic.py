@@ -9,8 +9,6 @@ import onnx_ir as ir
 
 from .emitter import Emitter
 
-__all__ = ["one_minus_power"]
-
 
 def one_minus_power(emit: Emitter, base: float, exponent: ir.Value, wide: bool = False) -> ir.Value:
     """Returns 1 - base ** exponent, the bias correction of a moment.

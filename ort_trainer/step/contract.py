@@ -25,22 +25,6 @@ from .program_graph import ProgramGraph
 if TYPE_CHECKING:  # onnx_ir takes half a second to import, which would delay every start
     import onnx_ir as ir
 
-__all__ = [
-    "FORMAT",
-    "IR_VERSION",
-    "METADATA",
-    "SIZES",
-    "Dim",
-    "OptimizerModel",
-    "RandomInput",
-    "Slot",
-    "Step",
-    "TensorSpec",
-    "dtype_name",
-    "from_metadata",
-    "to_metadata",
-]
-
 METADATA = "ort_trainer.artifact"
 """The metadata key."""
 SIZES = "__sizes"

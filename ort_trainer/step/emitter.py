@@ -10,8 +10,6 @@ import onnx
 import onnx_ir as ir
 import onnx_ir.tape
 
-__all__ = ["Emitter", "Names", "infer_missing", "infer_node"]
-
 
 class Names:
     """Hands out unused names."""

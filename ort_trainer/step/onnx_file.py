@@ -15,8 +15,6 @@ from ..core.atomic import atomic_path, check_target, explained, replace_all, tem
 from ..core.errors import ExportError, shown
 from .contract import Step
 
-__all__ = ["TYPE", "WEIGHTS", "corruption_reported", "recorded_weights", "save_model", "to_proto", "with_weights"]
-
 WEIGHTS = "ort_trainer.weights"
 """Key of the file's metadata that lists which initializers are trained weights, and which are frozen."""
 

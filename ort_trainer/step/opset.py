@@ -8,8 +8,6 @@ from collections.abc import Iterator
 import onnx
 import onnx_ir as ir
 
-__all__ = ["newer", "older"]
-
 # Their versions differ by types that they take and by attributes, never in what they compute, so ONNX's converter,
 # which has no way back for them, need not see them. It is the same with operators whose description has not changed.
 _EXTENDED = frozenset(

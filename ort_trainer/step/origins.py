@@ -10,8 +10,6 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-__all__ = ["LOSS", "Origin", "Origins", "parent_of"]
-
 LOSS = "(loss)"
 """Stands for the path of the loss function, and of code outside the model's modules."""
 

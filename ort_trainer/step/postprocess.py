@@ -10,8 +10,6 @@ import onnx_ir as ir
 
 from .contract import Step
 
-__all__ = ["PostprocessPass", "postprocessed"]
-
 Postprocess = Callable[[onnx.ModelProto], onnx.ModelProto | None]
 
 

@@ -7,8 +7,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-__all__ = ["Constant", "ProgramCall", "ProgramGraph"]
-
 
 class ProgramCall(NamedTuple):
     """A node of a graph.

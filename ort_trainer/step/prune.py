@@ -7,8 +7,6 @@ from collections.abc import Collection, Sequence
 import onnx_ir as ir
 import onnx_ir.passes.common as common_passes
 
-__all__ = ["RemoveUnusedPass", "prune"]
-
 
 class RemoveUnusedPass(ir.passes.InPlacePass):
     """Removes nodes, initializers and inputs that no output needs.

@@ -13,8 +13,6 @@ from onnxscript.rewriter.rules import common as rules
 
 from .emitter import Names
 
-__all__ = ["SimplifyPass"]
-
 
 def _rule(pattern: Callable[[Any, Any, Any], Any], neutral: float) -> RewriteRule:
     """Returns a rule that removes an operator whose second operand is exactly the neutral element, a scalar."""

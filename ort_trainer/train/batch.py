@@ -14,9 +14,6 @@ from ..engine.torch_memory import in_order, order_of, readable
 from ..export.nested import Layout, argument_of, default_layout, flatten
 from ..options import InputDescription, ModelDescription
 
-__all__ = ["Batch", "InputTypeError", "check_batch", "read_batch", "to_tensor", "unpack"]
-
-
 _MASKED = "input {!r} is a masked array, whose mask would be lost: call filled(), and pass the mask as another input"
 
 

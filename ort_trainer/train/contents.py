@@ -10,8 +10,6 @@ from ..optim import OptimizerConfig
 from ..optim.torch_optimizer import TorchOptimizerConfig
 from ..state.state_dict import Contents
 
-__all__ = ["contents_of"]
-
 
 def contents_of(source: ModelSource, config: OptimizerConfig, device: torch.device, window_size: int) -> Contents:
     """Returns the contents of the state for a model, an optimizer and a size of the accumulation window."""

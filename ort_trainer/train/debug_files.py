@@ -19,8 +19,6 @@ from ..step import Step
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-__all__ = ["check_graph_paths", "in_requested_opset", "save_graphs"]
-
 _log = logging.getLogger(__name__)
 
 

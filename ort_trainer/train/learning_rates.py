@@ -19,8 +19,6 @@ from ..optim.torch_state import as_types_of, check_groups, check_like, check_sch
 from ..state.differences import compare_keys
 from .user_objects import load_state
 
-__all__ = ["LearningRates", "Schedule", "learning_rates"]
-
 _GROUPS = "param_groups"
 Schedule = LRScheduler | TorchScheduler | Callable[[int], float]
 """Values of the option ``lr_scheduler``: our schedules, PyTorch's, or a function from update number to factor."""

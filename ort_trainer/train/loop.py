@@ -42,8 +42,6 @@ from .transaction import Transaction, in_transaction
 from .user_objects import claim
 from .verify import StepVerifier
 
-__all__ = ["GRADIENT_WEIGHT", "TrainingLoop"]
-
 GRADIENT_WEIGHT = "gradient_weight"
 
 # Graphs for batches of the same sizes that take different branches of the model.

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
     from .loop import TrainingLoop
 
-__all__ = ["current_model", "onnx_model", "save_onnx"]
-
 
 def save_onnx(
     loop: TrainingLoop, path: str | os.PathLike[str], names: Sequence[str], for_inference: bool = False

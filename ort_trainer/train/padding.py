@@ -8,8 +8,6 @@ from ..engine import Executor, Plan
 from .batch import Batch
 from .step_graphs import StepGraphs
 
-__all__ = ["PaddingCheck"]
-
 
 class PaddingCheck:
     """Compares a step that skips padded places with one that computes them.

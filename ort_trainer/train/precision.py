@@ -14,8 +14,6 @@ from ..optim.step_info import TrainStepInfo
 from ..step import Step
 from .user_objects import load_state
 
-__all__ = ["FiniteLosses", "Precision", "ScaledPrecision", "choose_precision", "fast_dtype"]
-
 _log = logging.getLogger(__name__)
 
 _OPTION = "debug.max_nonfinite_losses"

@@ -29,15 +29,6 @@ from .transaction import in_transaction
 if TYPE_CHECKING:
     from .loop import TrainingLoop
 
-__all__ = [
-    "collect",
-    "copied",
-    "follow",
-    "load",
-    "save",
-    "to_pytorch",
-]
-
 
 def collect(loop: TrainingLoop) -> dict[str, Any]:
     """Returns a copy of the complete state in the layout of ``ORTTrainer.state_dict()``."""

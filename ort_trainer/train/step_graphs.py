@@ -24,8 +24,6 @@ from ..options import ModelDescription
 from ..step import RandomInput, Step
 from .batch import Batch, InputTypeError, check_batch, read_batch, to_tensor, unpack
 
-__all__ = ["StepGraphs"]
-
 _log = logging.getLogger(__name__)
 # Each graph costs an export; a model that fixes a dimension must not be exported again and again.
 _MAXIMUM_GRAPHS = 16

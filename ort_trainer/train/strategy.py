@@ -20,8 +20,6 @@ import torch
 from ..core.errors import DistributedError, shown
 from ..optim.parts import Named, Parts
 
-__all__ = ["AccumulationWindow", "Arrival", "Meeting", "Share", "Strategy", "check_done", "together"]
-
 Result = TypeVar("Result")
 _weight = attrgetter("weight")
 

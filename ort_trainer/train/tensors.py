@@ -13,8 +13,6 @@ from .batch import to_tensor
 if TYPE_CHECKING:
     from .loop import TrainingLoop
 
-__all__ = ["get_gradient", "get_parameter", "set_gradient", "set_parameter"]
-
 
 def get_parameter(loop: TrainingLoop, name: str) -> torch.Tensor:
     """Returns a copy of a parameter on the CPU; see ``ORTTrainer.get_parameter``."""

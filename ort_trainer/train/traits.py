@@ -10,8 +10,6 @@ from ..optim import OptimizerConfig
 from ..options import ORTTrainerOptions
 from .step_graphs import StepGraphs
 
-__all__ = ["traits_of"]
-
 # Sections of the options, and keys of `distributed`, that may differ between processes.
 _OF_ONE_PROCESS = ("device", "debug", "session_options", "provider_options")
 _RANKS = ("world_rank", "local_rank")

@@ -17,8 +17,6 @@ from ..optim.step_info import TrainStepInfo
 from ..step import Step
 from .strategy import Strategy
 
-__all__ = ["Transaction", "in_transaction", "outside_inference_mode"]
-
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 

@@ -16,8 +16,6 @@ from .transaction import in_transaction
 if TYPE_CHECKING:
     from ..engine.ort import InferenceSession
 
-__all__ = ["TwoStepSession"]
-
 
 class TwoStepSession:
     """The session of a started trainer, with the methods of ONNX Runtime's C++ class ``TrainingSession``.

@@ -11,8 +11,6 @@ from ..core.errors import CheckpointError
 from ..state.differences import compare_keys
 from ..state.state import HasState
 
-__all__ = ["claim", "load_state"]
-
 # Id of an object -> the trainer's loop that uses it. The loop keeps the object alive, so ids are not reused meanwhile.
 _USERS: dict[int, weakref.ref[Any]] = {}
 

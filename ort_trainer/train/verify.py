@@ -18,8 +18,6 @@ from ..step import Step
 from .batch import Batch
 from .step_graphs import StepGraphs
 
-__all__ = ["StepVerifier"]
-
 
 class StepVerifier:
     """Repeats steps in PyTorch.

@@ -21,15 +21,6 @@ from ..core.foreign import is_upstream_checkpoint
 from ..core.protobuf import ELEMENT_TYPES
 from .flatbuffer import Table
 
-__all__ = [
-    "UNLOADABLE",
-    "VERSION",
-    "OptimizerGroup",
-    "UpstreamCheckpoint",
-    "UpstreamParameter",
-    "read_upstream_checkpoint",
-]
-
 Array = npt.NDArray[Any]
 PropertyValue = int | float | str
 

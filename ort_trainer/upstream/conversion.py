@@ -12,8 +12,6 @@ from ..core.optimizer_keys import UPDATE_COUNT
 from ..state.state import Array, State
 from .checkpoint import UNLOADABLE, OptimizerGroup, UpstreamCheckpoint, UpstreamParameter
 
-__all__ = ["from_upstream", "to_upstream"]
-
 GROUP = "group0"
 """The only parameter group of upstream's optimizers."""
 

@@ -9,8 +9,6 @@ import struct
 
 from ..core.errors import CheckpointError
 
-__all__ = ["Table"]
-
 
 class Table:
     """A table of a flatbuffer, whose fields are read by their numbers in the schema.

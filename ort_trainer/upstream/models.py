@@ -24,11 +24,8 @@ from ..step.accumulate import ACCUMULATED, BUFFER, RESET, accumulate
 from ..step.arithmetic import one_minus_power
 from ..step.contract import IR_VERSION, METADATA, OptimizerModel, Slot, Step, TensorSpec, to_metadata
 from ..step.emitter import Emitter, Names, infer_node
-from ..step.onnx_file import corruption_reported
 from . import recurrent  # noqa: F401 - its operators join the table
 from .operators import OPERATORS, RENAMED, Nodes, Tensor
-
-__all__ = ["Parameter", "corruption_reported", "optimizer_model", "step_model", "to_bytes"]
 
 _MICROSOFT = "com.microsoft"
 _OPSET = 18

@@ -17,8 +17,6 @@ import onnx_ir as ir
 
 from ..step.emitter import Emitter
 
-__all__ = ["OPERATORS", "RENAMED", "Nodes", "Outputs", "Tensor", "operator"]
-
 Outputs = Any
 OPERATORS: dict[str, Callable[..., Outputs]] = {}
 """Name of an operator -> the function that writes it: (nodes, inputs, attributes) -> outputs."""

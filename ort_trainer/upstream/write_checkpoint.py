@@ -20,8 +20,6 @@ from .checkpoint import DTYPES, UNLOADABLE, VERSION, Array, OptimizerGroup, Prop
 if TYPE_CHECKING:  # imported only when such a file is written; a dependency of onnxruntime
     import flatbuffers
 
-__all__ = ["upstream_checkpoint_bytes", "write_upstream_checkpoint"]
-
 # A flatbuffer can have at most 2 GiB. Upstream itself starts a second file between 1.7 and 2.1 GiB.
 _LARGEST = 1_800 << 20
 _INT64 = (-(1 << 63), (1 << 63) - 1)

@@ -11,8 +11,6 @@ import onnx_ir as ir
 from ...step import RandomInput, Step
 from ...step.emitter import Emitter
 
-__all__ = ["RandomNodes"]
-
 _OPERATORS: Mapping[type[ast.operator], str] = {
     ast.Add: "Add",
     ast.Sub: "Sub",

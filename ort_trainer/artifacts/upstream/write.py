@@ -35,8 +35,6 @@ from .random_nodes import RandomNodes
 if TYPE_CHECKING:
     from ...optim.update_writer import ParameterUpdate
 
-__all__ = ["StepModels", "optimizer_model", "step_models", "write_upstream_artifacts"]
-
 _MICROSOFT = "com.microsoft"
 _RATE, _STEP, _WEIGHTS, _GRADIENTS = "learning_rate", "step", "params", "gradients"
 _MOMENTS = ("first_order_moments", "second_order_moments")

@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["COLLECTIVES", "WAIT", "waiting"]
-
 COLLECTIVES = "_c10d_functional"
 """The library of PyTorch's functional collectives; a build of PyTorch without ``torch.distributed`` lacks it."""
 WAIT = "_c10d_functional.wait_tensor.default"

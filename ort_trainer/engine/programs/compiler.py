@@ -19,8 +19,6 @@ from ...step.program_graph import Constant, ProgramGraph
 from .loops import takes_addresses
 from .program import CPU, Order, Program, makes_tensors
 
-__all__ = ["LoadedCall", "compiled", "loaded"]
-
 _ATTRIBUTES = (torch.dtype, torch.layout, torch.memory_format)
 _COMPUTED: dict[str, Callable[[str, Mapping[str, int]], float]] = {"dim": evaluate, "number": evaluate_number}
 

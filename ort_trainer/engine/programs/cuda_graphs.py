@@ -12,8 +12,6 @@ import torch
 
 from ..devices import default_generator
 
-__all__ = ["CapturedRun", "Captures"]
-
 _log = logging.getLogger(__name__)
 Function = Callable[[list[torch.Tensor]], tuple[torch.Tensor, ...]]
 # A size that occurs this often is probably one of few; before, runs also prepare the libraries of CUDA.

@@ -17,8 +17,6 @@ import torch
 
 from ...core import masks
 
-__all__ = ["apply_mask", "draw_mask", "draw_unpacked", "unpack_mask", "unpacked"]
-
 # Shifts that move the lowest bit of each byte to the top of its int32: a row for each quarter of the tensor.
 _SHIFTS = torch.tensor([[31], [23], [15], [7]], dtype=torch.int32)
 

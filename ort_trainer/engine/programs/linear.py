@@ -6,8 +6,6 @@ import torch
 
 from .processor import slow_mkl
 
-__all__ = ["checked_matrix", "grouped_mm", "grouped_mm_fake", "is_faster", "linear", "product"]
-
 # macOS's builds of PyTorch have no oneDNN, and graphs don't ask for it there.
 _has_onednn = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
 _linear = torch.ops.mkldnn._linear_pointwise.default if _has_onednn else None

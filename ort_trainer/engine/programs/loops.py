@@ -24,8 +24,6 @@ import torch
 
 from ...core.atomic import temporary_folder
 
-__all__ = ["EMPTY", "LOOPS", "RUN", "VIEW", "encode", "encode_kernels", "inductor_works_in", "load", "takes_addresses"]
-
 LOOPS = "loops."
 """With this begins the target of a step that calls one of the program's loops, by its name; it returns nothing."""
 EMPTY, VIEW = f"{LOOPS}empty", f"{LOOPS}view"

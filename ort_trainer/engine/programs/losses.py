@@ -8,8 +8,6 @@ import torch
 
 from .linear import is_faster, product
 
-__all__ = ["cross_entropy_backward", "ctc_losses", "linear_cross_entropy"]
-
 # Without the Python part of their calls, as programs call them.
 _nll_loss = torch.ops.aten.nll_loss_forward.default._op
 _nll_loss_backward = torch.ops.aten.nll_loss_backward.default._op

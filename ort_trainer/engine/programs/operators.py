@@ -10,8 +10,6 @@ import torch
 from ...core.masks import words_for
 from . import dropout, linear, losses, recurrent, rows
 
-__all__ = ["LIBRARY", "OWN"]
-
 LIBRARY = "ort_trainer"
 
 _library: Any = torch.library.Library(LIBRARY, "FRAGMENT")  # type: ignore[no-untyped-call]

@@ -8,8 +8,6 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["described", "slow_halves", "slow_mkl"]
-
 _LINES = ("vendor_id", "model name", "flags", "Features")
 
 

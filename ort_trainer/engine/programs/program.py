@@ -33,8 +33,6 @@ from .loops import LOOPS, load
 from .operators import LIBRARY, OWN
 from .strides import with_contiguous_tensors
 
-__all__ = ["GETITEM", "Order", "Program", "find_operator", "makes_tensors", "may_call"]
-
 CPU = torch.device("cpu")
 GETITEM = "getitem"
 """Target of a step that selects one of several results of another step."""

@@ -23,8 +23,6 @@ from typing import Any, Protocol
 
 import torch
 
-__all__ = ["CELLS", "Maths", "Step", "checked_lengths", "linear_recurrence", "steps", "steps_fake"]
-
 
 class Maths(Protocol):
     """The functions that a step uses, beside ``+ - *``."""

@@ -6,8 +6,6 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-__all__ = ["add_rows", "flat_index"]
-
 # Without the Python part of its call, as programs call it.
 _embedding_backward: Callable[..., torch.Tensor] = torch.ops.aten.embedding_dense_backward.default._op
 # With fewer indices PyTorch's operator for embeddings is as fast, and starts its threads less often.

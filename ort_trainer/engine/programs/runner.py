@@ -20,8 +20,6 @@ from ..torch_memory import TorchMemory, as_taken
 from .compiler import compiled, loaded
 from .cuda_graphs import CapturedRun, Captures
 
-__all__ = ["PartialRun", "ProgramRunner", "Stage", "deterministic_kernels"]
-
 _dtype = attrgetter("dtype")
 Results = tuple[torch.Tensor, ...]
 

@@ -13,8 +13,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["IGNORING_STRIDES", "with_contiguous_tensors"]
-
 _Function = Callable[..., Any]
 
 

@@ -11,8 +11,6 @@ import onnx_ir as ir
 from ...core.errors import ExportError
 from ...step.emitter import Names
 
-__all__ = ["DOMAIN", "name_coefficients", "outputs_before_maps", "select_features", "without_maps"]
-
 DOMAIN = "ai.onnx.ml"
 """The domain of the operators of classical machine learning."""
 _FUNCTIONS = {"SOFTMAX": "Softmax", "LOGISTIC": "Sigmoid"}

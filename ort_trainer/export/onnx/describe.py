@@ -14,8 +14,6 @@ from ..torch import LossFunction, takes_label
 from .load import OnnxModel
 from .shapes import dtype_of, known_shapes
 
-__all__ = ["check_inputs", "describe_onnx", "input_dtypes"]
-
 
 def input_dtypes(model: OnnxModel) -> dict[str, torch.dtype]:
     """Returns the dtypes of a model's inputs by name."""

@@ -10,8 +10,6 @@ import onnx_ir as ir
 
 from ...step.emitter import Names
 
-__all__ = ["WEIGHT_TYPES", "constant_floats", "embedded_floats", "lift"]
-
 WEIGHT_TYPES = (ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 """The types of weights."""
 

@@ -9,8 +9,6 @@ import onnx
 
 from ...core.errors import ExportError, shown
 
-__all__ = ["check_external_data"]
-
 
 def check_external_data(model: onnx.ModelProto, folder: Path | None, what: str) -> None:
     """Checks that a model's tensors are in the model itself or in files of its folder.

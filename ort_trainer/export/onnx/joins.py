@@ -10,8 +10,6 @@ import onnx_ir.passes.common as common_passes
 
 from ..user_operators import registered
 
-__all__ = ["DOMAIN", "join_nodes"]
-
 DOMAIN = "ort_trainer"
 """The domain of the operators of joined nodes."""
 # Before this opset, Softmax normalizes over an axis and all after it together.

@@ -25,8 +25,6 @@ from .memory import LoadedTensors, check_calls
 from .shapes import fixed_sizes, without_negative_sizes
 from .values import tensor_of
 
-__all__ = ["FOLDED_FROM", "OnnxModel", "float_name", "is_argument", "load_onnx_model"]
-
 FOLDED_FROM = "pkg.onnxscript.optimizer.folded_from"
 """The key where onnxscript's optimizer records the parameter that an initializer was, such as a transposed weight."""
 

@@ -14,8 +14,6 @@ import torch
 
 from ...core.errors import ExportError, shown
 
-__all__ = ["LoadedTensors", "check_calls", "replace_tensors", "without_data"]
-
 # NumPy's and PyTorch's limit on dimensions.
 _MOST_DIMENSIONS = 64
 # Functions may call each other, so the inlined graph of a small file can be exponentially large.

@@ -21,8 +21,6 @@ from .plan import Graph, PlannedNode, plan_model
 from .registry import Node, Operator, with_mode
 from .values import NOT_IN_NUMPY, Rounded, Value, as_tensor, is_known, known_array, numbers, tensor_of
 
-__all__ = ["Body", "OnnxModule"]
-
 # Operators that only move elements of their first input: if these are quantized numbers, a gradient passes through.
 _MOVING = {
     *("Concat", "DepthToSpace", "Expand", "Flatten", "Gather", "Identity", "MaxPool", "Pad", "Reshape", "Slice"),

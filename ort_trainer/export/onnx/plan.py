@@ -20,8 +20,6 @@ from .memory import without_data
 from .registry import Node, Operator, attributes_of, find_operator
 from .values import torch_dtype
 
-__all__ = ["Constant", "Graph", "ImportPlan", "PlannedNode", "plan_model"]
-
 
 @dataclass(frozen=True)
 class PlannedNode:

@@ -28,18 +28,6 @@ import onnx_ir as ir
 from ...core.errors import ExportError, shown
 from ..user_operators import registered
 
-__all__ = [
-    "NEWEST",
-    "Node",
-    "Operator",
-    "attributes_of",
-    "find_operator",
-    "known_operator",
-    "operator",
-    "schema_of",
-    "with_mode",
-]
-
 NEWEST = 28
 """The newest version of ONNX's standard operators that this package was written for."""
 

@@ -7,8 +7,6 @@ import onnx_ir as ir
 
 from .memory import without_data
 
-__all__ = ["dtype_of", "fixed_sizes", "infer_shapes", "known_shapes", "shape_of", "without_negative_sizes"]
-
 # With data_prop, ONNX keeps the elements of every vector, known or not, and takes 76 bytes for each.
 _MOST_PROPAGATED = 1 << 22
 

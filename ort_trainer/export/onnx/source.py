@@ -26,8 +26,6 @@ from .load import OnnxModel, load_onnx_model
 from .module import OnnxModule
 from .write import with_weights
 
-__all__ = ["OnnxSource", "is_onnx_model"]
-
 
 def is_onnx_model(model: object) -> bool:
     """Returns whether a value is an ONNX model, or a possible path of one."""

@@ -17,24 +17,6 @@ import torch
 
 from ...core.errors import ExportError
 
-__all__ = [
-    "NOT_IN_NUMPY",
-    "Known",
-    "Number",
-    "Rounded",
-    "Value",
-    "as_tensor",
-    "each",
-    "floats",
-    "integers",
-    "is_known",
-    "is_traced",
-    "known_array",
-    "numbers",
-    "tensor_of",
-    "torch_dtype",
-]
-
 Known = np.ndarray[Any, np.dtype[Any]]
 """An array of numbers that are known while the model is traced, some of them symbolic."""
 Number = Any

@@ -12,8 +12,6 @@ from ...step.onnx_file import WEIGHTS, recorded_weights
 from ...step.prune import RemoveUnusedPass, prune
 from .load import OnnxModel
 
-__all__ = ["with_weights"]
-
 
 def with_weights(
     loaded: OnnxModel, values: Mapping[str, torch.Tensor], trained: Collection[str], outputs: Sequence[str] | None

@@ -28,8 +28,6 @@ from .graph.recompute import values_to_recompute
 from .lower.programs.padding import KEPT_PLACES
 from .origins import origins_of
 
-__all__ = ["Assembler"]
-
 aten = torch.ops.aten
 Node = torch.fx.Node
 Named = list[tuple[Node, str]]

@@ -39,8 +39,6 @@ from .outside.recorder import PartsExchanged
 if TYPE_CHECKING:
     import onnx
 
-__all__ = ["GraphBuilder"]
-
 _STANDARD = ("", "ai.onnx")
 _log = logging.getLogger(__name__)
 _MOST_OUTPUTS = 5

@@ -28,8 +28,6 @@ from ..cache import Export, export_cache
 from .capture.isolation import can_isolate
 from .lower.loops.compiler import missing_compiler
 
-__all__ = ["Compilation", "Compilations", "objection"]
-
 _log = logging.getLogger(__name__)
 # Of four parts of a busy core it gets one.
 _NICENESS = 5

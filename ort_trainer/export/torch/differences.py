@@ -8,8 +8,6 @@ import torch
 
 from ...core.errors import VerificationError
 
-__all__ = ["WHY_DIFFERENT", "gradient_floor", "not_run", "report"]
-
 WHY_DIFFERENT = (
     "The graph has probably fixed a value that forward() or the loss reads from somewhere that is not watched: make it "
     "an input, a buffer or a plain attribute of the module. If there is none, please report the model. "

@@ -30,8 +30,6 @@ from .lower.programs.build import ProgramBuilder
 from .lower.programs.rewrites import rewrite
 from .operators.indexing import dense_embedding, dense_embedding_bag
 
-__all__ = ["ort_trainer"]
-
 Node = torch.fx.Node
 
 

@@ -44,8 +44,6 @@ from .outside.recorder import Recorder
 if TYPE_CHECKING:
     from .graph.flat_graph import FlatGraph
 
-__all__ = ["export"]
-
 _log = logging.getLogger(__name__)
 # Replaces size 1 in symbolic dimensions of a sample; unlikely to be a size of the model itself.
 _STAND_IN_SIZE = 7

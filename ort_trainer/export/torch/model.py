@@ -28,8 +28,6 @@ from .graph.kernels import Kernels
 from .guard import Guard
 from .lower.kinds import ONNX_RUNTIME, PROGRAMS, choose, kinds, undetermined
 
-__all__ = ["TorchSource", "recompute_options"]
-
 _WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 _SHARD_OUTSIDE = (
     "the trainer has a whole model in each process. To divide it, use ORTModule in your own loop, "

@@ -10,8 +10,6 @@ from torch import nn
 from ...step.origins import LOSS, Origin, Origins
 from .graph.flat_graph import FlatGraph
 
-__all__ = ["origins_of"]
-
 Node = torch.fx.Node
 
 

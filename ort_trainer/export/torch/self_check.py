@@ -21,8 +21,6 @@ from .capture.isolation import can_differentiate, can_isolate, run_in_child
 from .capture.step_module import ExportedStep
 from .export import export
 
-__all__ = ["check_torch"]
-
 _STEPS, _RATE = 3, 0.1
 _TOLERANCE = 1e-4
 _passed: set[str] = set()  # whose kernels were checked in this process

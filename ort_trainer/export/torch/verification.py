@@ -25,8 +25,6 @@ from ...engine.programs.collectives import COLLECTIVES
 from ...step import Step
 from .operators.registry import has_users_operators
 
-__all__ = ["Verification", "parts_of", "repeating", "spare_memory"]
-
 _log = logging.getLogger(__name__)
 
 _EVERY = 256

@@ -6,8 +6,6 @@ from collections.abc import Iterator
 
 import torch
 
-__all__ = ["bilinear", "corners"]
-
 
 def bilinear(images: torch.Tensor, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """Interpolates images at points between pixels; pixels outside of the image are zeros.

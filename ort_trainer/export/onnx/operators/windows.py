@@ -11,8 +11,6 @@ import torch.nn.functional as F
 from ..registry import Node
 from ..values import Number
 
-__all__ = ["Windows", "greatest", "least", "padded", "same_pads", "windows_of"]
-
 greatest: Any = torch.sym_max
 """The greater of two numbers that may be symbolic."""
 least: Any = torch.sym_min

@@ -15,8 +15,6 @@ from .branches import READ_A_NUMBER, Answers, Line, Reads, kind_of_read, users_f
 from .eager import random_state_kept
 from .step_module import ExportedStep
 
-__all__ = ["answers_of"]
-
 
 def answers_of(step: ExportedStep, batch: Mapping[str, torch.Tensor], training: bool) -> Answers:
     """Runs a step without an effect, and returns the values that it reads.

@@ -16,14 +16,6 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ....core.errors import ExportError
 
-__all__ = [
-    "BORROWED",
-    "AssignedBuffers",
-    "borrowed",
-    "fast_path_disabled",
-    "quiet",
-]
-
 BORROWED = threading.RLock()
 """Held while a model's tensors are read or it is exported: an export changes it, and PyTorch, for a while."""
 

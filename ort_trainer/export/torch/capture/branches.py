@@ -30,19 +30,6 @@ from ....core.errors import ExportError
 from ....engine.programs import operators  # noqa: F401 - which defines the package's own
 from ..fx.explain import COMPUTES, LIBRARIES, line_of_trace, shown_place
 
-__all__ = [
-    "READ_A_NUMBER",
-    "Answers",
-    "Assumption",
-    "Branches",
-    "Line",
-    "Number",
-    "Reads",
-    "ValuesAsked",
-    "kind_of_read",
-    "users_frame",
-]
-
 Line = tuple[CodeType, int, str]
 """A line of a function, and an operator whose result has a size that values decide, or ``""`` for a value that is read.
 

@@ -13,8 +13,6 @@ from ...nested import Layout, flatten, rebuild
 from ..outside.places import Access
 from .step_module import ExportedStep, StepModule
 
-__all__ = ["CallDescription", "CallModule", "ExportedCall"]
-
 
 class CallDescription(ModelDescription):
     """The inputs of a call; its outputs are whatever tensors the module returns.

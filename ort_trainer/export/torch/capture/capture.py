@@ -45,8 +45,6 @@ from .branches import Assumption
 from .step_module import StepModule
 from .torch_versions import CHECKPOINT_GENERATOR
 
-__all__ = ["CHECKPOINT", "Capture", "capture", "capturing", "exportable_functions"]
-
 CHECKPOINT = "ort_trainer_checkpoint"
 """Key in a node's custom metadata: the number of the ``torch.utils.checkpoint`` that it was captured in."""
 

@@ -32,8 +32,6 @@ from .step_module import (
     unset_labels,
 )
 
-__all__ = ["describe", "input_shapes", "name_sample"]
-
 # Inputs of Hugging Face models with one entry per token of the sequence.
 _ALONG_THE_SEQUENCE = ("attention_mask", "token_type_ids", "position_ids")
 

@@ -19,24 +19,6 @@ from ..outside.generators import drawing_from_copies
 from .borrow import BORROWED, borrowed, fast_path_disabled
 from .step_module import ExportedStep, StepModule
 
-__all__ = [
-    "EagerStep",
-    "SavedTensors",
-    "coarsest",
-    "differentiated",
-    "dropping_as",
-    "evaluate_eagerly",
-    "exchanges_modules",
-    "gradient_of",
-    "put_buffers_back",
-    "random_state",
-    "random_state_kept",
-    "run_eagerly",
-    "set_random_state",
-    "shaken",
-    "with_values",
-]
-
 _Held = tuple[dict[str, Any], str, torch.Tensor]
 """A buffer, and the dict and the key where it is."""
 

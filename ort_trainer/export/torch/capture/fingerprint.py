@@ -45,8 +45,6 @@ from ..outside.values import memory_of
 from .capture import Capture
 from .step_module import ExportedStep, StepModule, canonical_names, content_of
 
-__all__ = ["NoFingerprint", "fingerprint", "outline"]
-
 # PyTorch's own operators, whose behavior follows from its version. The backward pass of others may be defined anywhere,
 # perhaps in the user's script.
 _NAMESPACES = frozenset({"aten", "prim", "prims", "export", LIBRARY, COLLECTIVES, f"{COLLECTIVES}_autograd"})

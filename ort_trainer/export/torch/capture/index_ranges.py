@@ -17,8 +17,6 @@ from ..fx.values import arguments_of, is_integer
 from ..fx.view_writes import written
 from .capture import Capture
 
-__all__ = ["find_index_ranges", "reads_values"]
-
 Node = torch.fx.Node
 Arguments = Mapping[str, Any]
 

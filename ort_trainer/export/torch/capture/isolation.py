@@ -20,8 +20,6 @@ from ....core.forked import end, forked
 from ..outside.recorder import PartsExchanged
 from .branches import ValuesAsked
 
-__all__ = ["can_differentiate", "can_isolate", "run_in_child"]
-
 _ERRORS: dict[str, type[Exception]] = {
     kind.__name__: kind for kind in (ExportError, IdleOptionError, PartsExchanged, TypeError, ValueError, ValuesAsked)
 }

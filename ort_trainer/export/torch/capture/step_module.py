@@ -25,24 +25,6 @@ from ..outside.values import memory_of
 from .borrow import AssignedBuffers
 from .branches import Answers, Branches
 
-__all__ = [
-    "ExportedStep",
-    "LossFunction",
-    "RecomputeOptions",
-    "StepModule",
-    "canonical_names",
-    "check_signature",
-    "checked_loss",
-    "content_of",
-    "label_parameters",
-    "labels_beside_any_name",
-    "named_outputs",
-    "required_inputs",
-    "signature_of_loss",
-    "takes_label",
-    "unset_labels",
-]
-
 LossFunction = Callable[..., torch.Tensor]
 """(prediction, label, ...) -> scalar loss; the label is optional."""
 

@@ -15,8 +15,6 @@ from __future__ import annotations
 import torch
 from torch.utils import checkpoint
 
-__all__ = ["CHECKPOINT_GENERATOR", "TESTED", "is_tested"]
-
 TESTED = ("2.11", "2.12", "2.13", "2.14", "2.15")
 """The minor versions with which all tests pass, oldest first."""
 

@@ -16,23 +16,6 @@ from torch import nn
 from ....core.errors import PACKAGE, ExportError
 from ....core.pages import page
 
-__all__ = [
-    "COMPUTES",
-    "LIBRARIES",
-    "explain",
-    "forward_line",
-    "gradients_within",
-    "is_meant",
-    "line_of_trace",
-    "may_be_sizes",
-    "place_of_error",
-    "shown_place",
-    "source_line",
-    "unforeseen",
-    "way_out",
-    "with_history",
-]
-
 # Not the user's code: PyTorch and this package.
 _TORCH = Path(torch.__file__).parent
 LIBRARIES = (f"{_TORCH}{os.sep}", f"{Path(__file__).parents[1]}{os.sep}")

@@ -28,17 +28,6 @@ from ....options import InputDescription
 from ....step import Dim
 from .explain import LIBRARIES, shown_place
 
-__all__ = [
-    "SymbolNames",
-    "SymbolTable",
-    "hint",
-    "is_choice_of_library",
-    "number_of_elements",
-    "remembered_sizes",
-    "size_in_bytes",
-    "users_lines_of_conditions",
-]
-
 # PyTorch compares sizes (a batch below 16, ...) to choose a convolution library, and Inductor to choose how loops add
 # up (one by one, up to 4096 elements); the results are the same, to rounding.
 _CHOICE_OF_LIBRARY = re.compile(r"_subclasses/fake_impls\.py:\d+ in conv\)|cpp\.py:\d+ in need_use_acc_helper\)")

@@ -13,27 +13,6 @@ from ....engine.torch_memory import dense_order
 from .explain import source_line
 from .symbols import hint, number_of_elements
 
-__all__ = [
-    "arguments_of",
-    "base_of",
-    "call",
-    "draws_numbers",
-    "inputs_first",
-    "is_contiguous",
-    "is_integer",
-    "is_tensor",
-    "is_view",
-    "marks_reaching",
-    "memory_order",
-    "needed_for",
-    "product_flops",
-    "reached",
-    "refuse",
-    "runs_on_cpu",
-    "same_sizes",
-    "tensors_of",
-]
-
 Node = torch.fx.Node
 
 # Tagged as random because of a dropout that only other devices have.

@@ -21,8 +21,6 @@ from .explain import source_line
 from .symbols import hint
 from .values import arguments_of
 
-__all__ = ["DATA", "bases_of", "refuse_inexact_writes", "refuse_sums_over_windows", "written"]
-
 DATA = "ort_trainer_data"
 """Key in the custom metadata of a node that stands for the ``.data`` of a tensor."""
 

@@ -19,8 +19,6 @@ import torch
 
 from ..fx.values import inputs_first, reached
 
-__all__ = ["roll_up_loops"]
-
 aten = torch.ops.aten
 Node = torch.fx.Node
 

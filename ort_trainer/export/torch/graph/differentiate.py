@@ -48,8 +48,6 @@ from .equal_layers import EqualLayers
 from .flat_graph import FlatGraph
 from .kernels import Kernels
 
-__all__ = ["backward_without_autocast", "differentiate", "lift_attributes"]
-
 aten = torch.ops.aten
 
 # Of norms, which don't read them in training; PyTorch updates them in both runs of a checkpoint, a graph once.

@@ -19,8 +19,6 @@ import torch
 from ..fx.symbols import number_of_elements
 from ..fx.values import base_of, inputs_first, is_tensor, marks_reaching, needed_for, reached, tensors_of
 
-__all__ = ["Divided", "Part", "depends_on", "divide", "independent", "part_of", "without"]
-
 aten = torch.ops.aten
 Node = torch.fx.Node
 

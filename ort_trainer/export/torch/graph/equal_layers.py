@@ -25,8 +25,6 @@ import torch
 from ..capture.capture import CHECKPOINT
 from ..fx.values import base_of, is_tensor, tensors_of
 
-__all__ = ["EqualLayers", "entry_of_list"]
-
 Node = torch.fx.Node
 Differentiate = Callable[[torch.nn.Module, Sequence[torch.Tensor]], torch.fx.GraphModule]
 

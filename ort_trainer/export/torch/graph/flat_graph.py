@@ -17,8 +17,6 @@ from ..capture.branches import Assumption
 from ..fx.symbols import SymbolTable
 from ..fx.values import reached
 
-__all__ = ["FlatGraph"]
-
 aten = torch.ops.aten
 
 

@@ -21,8 +21,6 @@ if TYPE_CHECKING:  # these take a second to import, and only an export needs the
     from .flat_graph import FlatGraph
     from .named_graph import NamedGraph
 
-__all__ = ["Kernels", "Lowered"]
-
 Node = torch.fx.Node
 Lowered = tuple[Mapping[str, Any], Mapping[str, Sequence[Node | None]]]
 """The fields of a step that hold a graph; and for each node of it, the operators that it computes, None for many."""

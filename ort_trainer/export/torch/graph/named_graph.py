@@ -12,8 +12,6 @@ from ....step import SIZES
 from ..fx.symbols import SymbolNames
 from ..fx.values import tensors_of
 
-__all__ = ["NamedGraph", "Sizes", "add_sizes", "sizes_of"]
-
 Node = torch.fx.Node
 Sizes = Mapping[str, tuple[Node, int]]
 """Symbolic size -> an input and an axis that have it."""

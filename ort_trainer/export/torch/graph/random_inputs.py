@@ -23,8 +23,6 @@ from ..fx.symbols import SymbolTable, hint
 from ..fx.values import call, draws_numbers
 from ..operators.registry import random_operators
 
-__all__ = ["Draws", "Lifter", "lift_random_numbers", "order_when_empty"]
-
 aten = torch.ops.aten
 
 

@@ -37,8 +37,6 @@ from ..fx.symbols import size_in_bytes
 from ..fx.values import draws_numbers, is_tensor, needed_for, reached, tensors_of
 from .flat_graph import FlatGraph
 
-__all__ = ["AFTER", "apply_recompute", "asks_for_recomputation", "values_to_recompute"]
-
 _library: Any = torch.library.Library("ort_trainer", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define("after(Tensor value, Tensor[] others) -> Tensor")
 _library.impl("after", lambda value, others: value.clone(), "CompositeExplicitAutograd")

@@ -7,8 +7,6 @@ from typing import Any
 
 from ..outside.places import MISSING
 
-__all__ = ["Condition"]
-
 
 class Condition:
     """Terms of Python code, and the objects that they name.

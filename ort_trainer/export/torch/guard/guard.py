@@ -28,8 +28,6 @@ from .condition import Condition
 from .reads import Reads, Root, listed
 from .shared_tensors import SharedTensors
 
-__all__ = ["Guard", "ModelChangedError", "ModelWatch"]
-
 _log = logging.getLogger(__name__)
 _parameter_state = attrgetter("requires_grad", "dtype", "shape")
 _buffer_state = attrgetter("dtype", "shape")

@@ -27,8 +27,6 @@ from ..outside.places import GONE, MISSING, Access, Place, attributes_of, descri
 from ..outside.values import LARGE, MEMORIES, frozen, is_leaf, parts_of
 from .condition import Condition
 
-__all__ = ["Reads", "Root", "listed"]
-
 _log = logging.getLogger(__name__)
 _MOST_NAMED = 5
 

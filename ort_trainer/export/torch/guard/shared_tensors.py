@@ -15,8 +15,6 @@ from ...model_source import ModelMemory, Named
 from ..capture.borrow import BORROWED
 from .condition import Condition
 
-__all__ = ["SharedTensors"]
-
 
 class _Watch(Protocol):
     may_train: frozenset[str]

@@ -9,8 +9,6 @@ from .loops.kernels import FastestKernels, LoopKernels
 from .onnx.kernels import OnnxRuntimeKernels
 from .programs.kernels import ProgramKernels
 
-__all__ = ["ONNX_RUNTIME", "PROGRAMS", "choose", "kinds", "undetermined"]
-
 PROGRAMS, ONNX_RUNTIME = ProgramKernels(), OnnxRuntimeKernels()
 _KINDS: dict[str, list[Kernels]] = {
     "auto": [PROGRAMS, ONNX_RUNTIME],

@@ -10,8 +10,6 @@ from torch.utils import _pytree as pytree
 
 from .registry import Operator
 
-__all__ = ["as_operator"]
-
 aten = torch.ops.aten
 _KEYS = {"cpu": torch._C.DispatchKey.AutocastCPU, "cuda": torch._C.DispatchKey.AutocastCUDA}
 # What autocast computes in the widest dtype of its arguments, and not in fp32.

@@ -10,8 +10,6 @@ import torch
 
 from .registry import Size, decomposition
 
-__all__ = ["windows"]
-
 aten = torch.ops.aten
 
 

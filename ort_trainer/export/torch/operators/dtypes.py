@@ -12,8 +12,6 @@ from torch._decomp import decomposition_table
 
 from .registry import Value, decomposition, op, translation, untranslated
 
-__all__ = ["is_whole", "number"]
-
 aten = torch.ops.aten
 
 

@@ -10,8 +10,6 @@ import torch
 
 from .registry import Value, composite, decomposition, op, translation
 
-__all__ = ["with_zero_gradient"]
-
 aten = torch.ops.aten
 prims = torch.ops.prims
 

@@ -17,8 +17,6 @@ import onnx_ir as ir
 from ..graph.recompute import AFTER
 from .registry import Value, translation
 
-__all__ = ["lower_after"]
-
 _DOMAIN = "ort_trainer"
 _ANY = [f"tensor({kind})" for kind in ("float", "double", "float16", "bfloat16", "int64", "int32", "bool")]
 _Formal = onnx.defs.OpSchema.FormalParameter

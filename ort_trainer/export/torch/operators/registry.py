@@ -29,30 +29,6 @@ from typing import Any, TypeVar
 
 import torch
 
-__all__ = [
-    "Operator",
-    "Size",
-    "Value",
-    "composite",
-    "composites",
-    "decomposition",
-    "decompositions",
-    "is_extended",
-    "is_registered_by_user",
-    "keep",
-    "op",
-    "random_operator",
-    "random_operators",
-    "register_operator",
-    "replacement",
-    "replacements",
-    "revision",
-    "translation",
-    "translations",
-    "untranslated",
-    "whole",
-]
-
 Operator = Any
 """An overload such as ``torch.ops.aten.add.Tensor``, or a function of Python on symbolic sizes."""
 Size = Any

@@ -17,8 +17,6 @@ import torch
 
 from .registry import Size, Value, composite, op, translation
 
-__all__ = ["keys"]
-
 aten = torch.ops.aten
 
 

@@ -15,8 +15,6 @@ from torch._decomp.decompositions import upsample_compute_output_size
 
 from .registry import Size, whole
 
-__all__ = ["RESIZING"]
-
 aten = torch.ops.aten
 
 RESIZING = (

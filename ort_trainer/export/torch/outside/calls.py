@@ -15,8 +15,6 @@ from torch.overrides import TorchFunctionMode
 from .code import is_users
 from .places import Access
 
-__all__ = ["Calls", "functions_in"]
-
 _WRAPPERS: tuple[Any, ...] = (
     property,
     staticmethod,

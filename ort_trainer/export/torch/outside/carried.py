@@ -14,8 +14,6 @@ from .notes import Notes
 from .numbers import places_of
 from .places import Access, Place, described, read, write
 
-__all__ = ["CarriedState"]
-
 _IN_CONTAINERS = frozenset({"item", "entry", "key"})
 _PARTS = ("list", "tuple", "set", "frozenset")
 

@@ -21,16 +21,6 @@ from .generators import has_drawn, name_of, put_back, state_of
 from .places import MISSING, Access, Place, described, referent, slots_of
 from .values import are_equal_constants, frozen
 
-__all__ = [
-    "BACKWARD_HOOKS",
-    "GLOBAL_HOOKS",
-    "HOOKS",
-    "OF_EVERY_MODULE",
-    "Change",
-    "Copies",
-    "WritesToParameters",
-]
-
 OF_EVERY_MODULE = frozenset(nn.Module().__dict__) | frozenset(
     {"_call_impl", "_wrapped_call_impl", "_compiled_call_impl", "_flat_weights", "_flat_weight_refs"}
 )

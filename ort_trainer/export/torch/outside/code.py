@@ -9,8 +9,6 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
-__all__ = ["LIBRARIES", "assigned_in", "globals_of", "imports_of", "is_users", "names_of", "optional_in"]
-
 LIBRARIES = frozenset({"torch", "numpy", "sympy", "ort_trainer", "torchgen", "functorch", "_pytest", "pluggy"})
 """Libraries whose settings are not watched; pytest rewrites assertions so that they read its own state."""
 _NOT_USERS = sys.stdlib_module_names | LIBRARIES

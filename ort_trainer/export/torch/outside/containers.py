@@ -9,8 +9,6 @@ from collections.abc import Iterator
 from operator import is_
 from typing import Any
 
-__all__ = ["CHANGEABLE", "copied", "has_same_parts", "kept_by", "members", "refill", "values"]
-
 CHANGEABLE = (dict, list, set, deque)
 """Containers whose contents can change."""
 _BASES: tuple[Any, ...] = (OrderedDict, dict, list, set, deque)

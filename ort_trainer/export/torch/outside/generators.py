@@ -13,8 +13,6 @@ import numpy
 import torch
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["drawing_from_copies", "has_drawn", "is_generator", "name_of", "put_back", "state_of"]
-
 
 def is_generator(value: Any) -> bool:
     """Returns whether an object draws random numbers."""

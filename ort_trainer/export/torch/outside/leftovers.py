@@ -21,8 +21,6 @@ from .numbers import Expression, Number, evaluate
 from .places import MISSING, Place, put, read
 from .values import VIEWS
 
-__all__ = ["Code", "Leftovers", "decode", "encode", "numbers_in"]
-
 Code = list[Any]
 """A kind, and what belongs to it: ``plain`` and a value, ``tensor`` and a number, ``place`` and a place, and so on.
 ``["list", [["plain", 1], ["tensor", 0]]]`` is a list of the number 1 and the run's first tensor."""

@@ -40,8 +40,6 @@ from .places import MISSING, Access, Place, attributes_of, described, in_cell, o
 from .values import CONTAINERS, MEMORIES, VIEWS, is_plain, is_watched, parts_of
 from .watch import Watch
 
-__all__ = ["Met"]
-
 _TORCH, _OURS, _TORCH_MODELS = (
     f"{folder}{os.sep}"
     for folder in (Path(torch.__file__).parent, Path(__file__).parents[1], Path(torch.nn.__file__).parent)

@@ -10,8 +10,6 @@ from .leftovers import Code, Leftovers
 from .numbers import Expression
 from .places import Access, Place
 
-__all__ = ["Notes"]
-
 
 @dataclass(frozen=True)
 class Notes:

@@ -23,19 +23,6 @@ from torch.overrides import TorchFunctionMode
 from .places import Place, described, read
 from .rates import DROPOUTS
 
-__all__ = [
-    "Expression",
-    "Growing",
-    "Number",
-    "TensorsAsNumbers",
-    "TypeOf",
-    "Uses",
-    "evaluate",
-    "functions_of_numbers",
-    "places_of",
-    "text_of",
-]
-
 Expression = list[Any]
 """``["at", place]``, ``["is", number]``, ``["same", place, place]`` (whether both hold one object), ``["keys", place]``
 (of a dict, or the length of a list), ``["values", place]`` (the numbers in a tensor), or the name of an operator, or

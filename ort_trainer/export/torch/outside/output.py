@@ -24,8 +24,6 @@ from ....core.errors import PACKAGE, shown
 from ..fx.explain import LIBRARIES, shown_place
 from .numbers import Number
 
-__all__ = ["output_watched", "position_of"]
-
 _STANDARD = (str(Path(os.__file__).parent) + os.sep, "<frozen")
 _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 _TENSORBOARD = "torch.utils.tensorboard.writer"

@@ -17,23 +17,6 @@ import numpy
 
 from .containers import copied, kept_by, members, refill, values
 
-__all__ = [
-    "GONE",
-    "MISSING",
-    "Access",
-    "Place",
-    "attributes_of",
-    "described",
-    "in_cell",
-    "of_class",
-    "put",
-    "read",
-    "reader",
-    "referent",
-    "slots_of",
-    "write",
-]
-
 
 class _Missing:
     """The value of a place that does not exist, such as an attribute that has not been assigned yet."""

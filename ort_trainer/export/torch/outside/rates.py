@@ -13,8 +13,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-__all__ = ["DROPOUTS"]
-
 # Alpha dropout replaces elements by the least value of the activation SELU, -scale * alpha = -1.0507 * 1.6733
 # (Klambauer et al., Self-Normalizing Neural Networks, 2017).
 _ALPHA = 1.7580993408473766

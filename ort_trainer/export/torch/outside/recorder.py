@@ -27,8 +27,6 @@ from .output import position_of
 from .places import MISSING, Access, Place, attributes_of, described, read, slots_of, write
 from .values import are_equal_constants, is_leaf, parts_of
 
-__all__ = ["Pair", "PartsExchanged", "Recorder"]
-
 # Kinds of steps to what can be replaced for a run.
 _REPLACEABLE = frozenset({"attribute", "global", "cell", "item", "entry", "key"})
 

@@ -20,20 +20,6 @@ from torch import nn
 from .containers import CHANGEABLE, copied, kept_by
 from .places import MISSING, referent
 
-__all__ = [
-    "CONTAINERS",
-    "LARGE",
-    "MEMORIES",
-    "VIEWS",
-    "are_equal_constants",
-    "frozen",
-    "is_leaf",
-    "is_plain",
-    "is_watched",
-    "memory_of",
-    "parts_of",
-]
-
 CONTAINERS = (dict, OrderedDict, defaultdict, list, tuple, deque, set, frozenset)
 _ATOMS = (type(None), bool, int, float, complex, str, bytes, type(...), range, slice)
 _NUMBERS_AND_TEXTS: tuple[Any, ...] = (int, float, complex, str, bytes)

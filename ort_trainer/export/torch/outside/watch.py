@@ -8,8 +8,6 @@ from typing import Any
 
 from .places import MISSING
 
-__all__ = ["Watch"]
-
 
 class Watch:
     """Takes notes of the attributes that one thread reads.

@@ -19,8 +19,6 @@ from ..programs.build import ProgramBuilder, WritesProgram
 from .compile import Loops, compiled
 from .divide import divide_for_loops
 
-__all__ = ["LoopBuilder"]
-
 aten = torch.ops.aten
 
 # The memory order of an input may differ from the one in which the graph was captured.

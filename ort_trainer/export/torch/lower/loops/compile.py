@@ -44,8 +44,6 @@ from .compiler import missing_compiler
 from .divide import WHOLE
 from .launch import read_launch
 
-__all__ = ["Loops", "as_kernels", "compiled"]
-
 aten = torch.ops.aten
 
 Loops = dict[str, Any]

@@ -6,8 +6,6 @@ import os
 import shutil
 import sys
 
-__all__ = ["missing_compiler"]
-
 
 def missing_compiler() -> str:
     """Returns what to do if there is no C++ compiler; "" if there is one."""

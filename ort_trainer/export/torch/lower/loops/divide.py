@@ -25,8 +25,6 @@ from ...fx.values import Node, arguments_of, is_integer, is_view, needed_for, te
 from ...graph.equal_layers import entry_of_list
 from ...operators.whole import RESIZING
 
-__all__ = ["WHOLE", "divide_for_loops"]
-
 aten = torch.ops.aten
 ort_ops = torch.ops.ort_trainer
 _log = logging.getLogger(__name__)

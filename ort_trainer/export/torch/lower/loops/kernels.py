@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from ...graph.flat_graph import FlatGraph
     from ...graph.named_graph import NamedGraph
 
-__all__ = ["FastestKernels", "LoopKernels"]
-
 
 class LoopKernels(ProgramKernels):
     """PyTorch's kernels, and loops that are compiled ahead of time, on CPUs and CUDA."""

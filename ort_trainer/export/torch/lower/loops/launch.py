@@ -27,8 +27,6 @@ from typing import Any, NamedTuple
 from .....engine.programs.loops import EMPTY, LOOPS, VIEW
 from .....engine.programs.program import GETITEM
 
-__all__ = ["Launch", "read_launch"]
-
 _MAKE_KERNEL = "async_compile.cpp_pybinding"
 _KERNEL = re.compile(r'extern "C"[\w\s]*? kernel\(')
 _HEADER = "#include <torch/csrc/inductor/cpp_prefix.h>"

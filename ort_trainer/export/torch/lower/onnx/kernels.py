@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     from ...graph.named_graph import NamedGraph
 
-__all__ = ["OnnxRuntimeKernels"]
-
 
 class OnnxRuntimeKernels(Kernels):
     """ONNX Runtime's kernels, on any device that it has kernels for."""

@@ -45,8 +45,6 @@ from ...fx.values import arguments_of
 from ...operators.execution_order import lower_after
 from ...operators.registry import Operator, decompositions, revision, translations
 
-__all__ = ["decomposition_table", "to_onnx"]
-
 aten = torch.ops.aten
 Named = Sequence[tuple[torch.fx.Node, str]]
 # In these, dim has another meaning.

@@ -18,8 +18,6 @@ from .encode import Encoder
 from .partition import partition
 from .sizes_of_values import SizesOfValues
 
-__all__ = ["ProgramBuilder", "WritesProgram"]
-
 
 class WritesProgram(Protocol):
     """Writes one program.

@@ -16,8 +16,6 @@ from ...fx.symbols import SymbolNames
 from ...fx.values import Node, base_of, is_view, refuse, tensors_of
 from .reuse import find_reuse
 
-__all__ = ["Encoder"]
-
 # A view that was possible at capture may be impossible for a tensor that comes from another program.
 _TARGETS = {
     "aten.view.default": "aten.reshape.default",

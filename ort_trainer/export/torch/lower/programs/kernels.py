@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from ...graph.flat_graph import FlatGraph
     from ...graph.named_graph import NamedGraph
 
-__all__ = ["ProgramKernels"]
-
 aten = torch.ops.aten
 Node = torch.fx.Node
 

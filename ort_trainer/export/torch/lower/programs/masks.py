@@ -8,8 +8,6 @@ import torch
 
 from ...fx.values import Node, call
 
-__all__ = ["open_masks"]
-
 aten = torch.ops.aten
 ort_ops = torch.ops.ort_trainer
 

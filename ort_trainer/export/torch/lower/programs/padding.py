@@ -26,8 +26,6 @@ from ...fx.symbols import SymbolTable, hint
 from ...fx.values import Node, call, is_tensor, same_sizes
 from .rewrites.views import RESHAPES
 
-__all__ = ["KEPT_PLACES", "remove_padding"]
-
 aten = torch.ops.aten
 _Rule = Callable[["_Remover", Node], Node | None]
 KEPT_PLACES = "kept places"

@@ -22,8 +22,6 @@ from ...fx.symbols import hint, number_of_elements, size_in_bytes
 from ...fx.values import Node, is_view, marks_reaching, product_flops, refuse, tensors_of
 from ...operators.registry import is_registered_by_user
 
-__all__ = ["partition"]
-
 aten = torch.ops.aten
 
 # A program is long enough at this many seconds of work, on a processor with this throughput per second.

@@ -22,8 +22,6 @@ import torch
 from ...fx.symbols import size_in_bytes
 from ...fx.values import Node, base_of, same_sizes
 
-__all__ = ["Reuse", "find_reuse"]
-
 aten = torch.ops.aten
 _has_kernel: Callable[[str, str], bool] = torch._C._dispatch_has_kernel_for_dispatch_key
 

@@ -17,8 +17,6 @@ from .....core.dims import symbols_of
 from ...fx.values import Node, is_tensor, is_view
 from ...graph.named_graph import NamedGraph
 
-__all__ = ["SizesOfValues"]
-
 
 class SizesOfValues:
     """Names the sizes of a graph that depend on values.

@@ -9,8 +9,6 @@ import torch
 
 from ....fx.values import Node, arguments_of, same_sizes
 
-__all__ = ["drop_plain_masks"]
-
 aten = torch.ops.aten
 
 _ALL = 2**63 - 1  # the end of a slice that takes everything

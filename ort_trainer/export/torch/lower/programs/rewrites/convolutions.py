@@ -10,8 +10,6 @@ import torch
 from ......engine.programs.processor import slow_mkl
 from ....fx.values import Node, arguments_of, call, memory_order
 
-__all__ = ["order_images", "sum_bias_gradients"]
-
 aten = torch.ops.aten
 
 _CHANNELS_LAST = (0, 2, 3, 1)

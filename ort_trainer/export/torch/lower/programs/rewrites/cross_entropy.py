@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["fuse_cross_entropy"]
-
 aten = torch.ops.aten
 
 

@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["fuse_gelu"]
-
 aten = torch.ops.aten
 
 # In halves, the formula rounds eight times, the operator once.

@@ -11,8 +11,6 @@ import torch
 from ......engine.programs.processor import slow_halves
 from ....fx.values import Node
 
-__all__ = ["widen_products"]
-
 aten = torch.ops.aten
 
 _PRODUCTS = (

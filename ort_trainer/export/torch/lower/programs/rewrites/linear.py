@@ -7,8 +7,6 @@ import torch
 from ......engine.programs.linear import is_faster
 from ....fx.values import product_flops, same_sizes
 
-__all__ = ["open_products", "use_onednn"]
-
 aten = torch.ops.aten
 
 _TRANSPOSES = (aten.t.default, aten.transpose.int, aten.permute.default)

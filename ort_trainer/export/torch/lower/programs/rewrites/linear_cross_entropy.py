@@ -14,8 +14,6 @@ from ....fx.symbols import size_in_bytes
 from ....fx.values import Node, is_tensor, needed_for
 from .views import RESHAPES
 
-__all__ = ["fuse_linear_cross_entropy"]
-
 aten = torch.ops.aten
 
 # Smaller logits stay in the cache anyway.

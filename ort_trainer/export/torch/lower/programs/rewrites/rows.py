@@ -8,8 +8,6 @@ import torch
 
 from ....fx.values import Node, arguments_of, is_contiguous
 
-__all__ = ["add_rows", "select_rows"]
-
 aten = torch.ops.aten
 
 

@@ -9,8 +9,6 @@ import torch
 
 from ....fx.values import call, is_view, same_sizes
 
-__all__ = ["RESHAPES", "drop_needless_casts", "drop_needless_views", "join_selects"]
-
 aten = torch.ops.aten
 Node = torch.fx.Node
 
