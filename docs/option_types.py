@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from ..amp import LossScaler
     from ..engine.ort import SessionOptions
     from ..optim import LRScheduler
-
 '''
 # The schema's types in Python, and additional types that its coercions take.
 SIMPLE = {

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from ..optim import LRScheduler
 
 
-
 class BatchOptions(Section):
     """Section `batch` of the options."""
 
