@@ -68,7 +68,8 @@ Without it, only ort_trainer.api works, which trains from exported artifacts."""
 _WITH_ENGINE = """ with an engine:
   pip install 'ort_trainer[cpu]'     onnxruntime-training-cpu: Python up to 3.12
   pip install 'ort_trainer[cuda]'    onnxruntime-training with CUDA: Linux, Python up to 3.11
-  pip install 'ort_trainer[stock]'   onnxruntime: any Python and platform"""
+  pip install 'ort_trainer[stock]'   onnxruntime: any Python and platform
+  pip install 'ort_trainer[trainer]' without one, where only PyTorch trains"""
 # Names that scripts look for in the wrong place -> the import that they need.
 _ELSEWHERE = {
     **dict.fromkeys(

@@ -75,4 +75,4 @@ def test_without_a_package_the_error_says_what_to_install(missing: str, use: str
     said = run(
         program.replace("import ort_trainer\n", "import ort_trainer\n        sys.modules['onnxruntime'] = None\n", 1)
     )
-    assert re.findall(r"pip install 'ort_trainer\[(\w+)\]'", said) == ["cpu", "cuda", "stock"]
+    assert re.findall(r"pip install 'ort_trainer\[(\w+)\]'", said) == ["cpu", "cuda", "stock", "trainer"]

@@ -111,9 +111,10 @@ def _version(name: str) -> str:
 
 
 def _engine() -> dict[str, Any]:
-    from ..engine.ort import installed_flavours, require_engine
+    from ..engine.ort import installed_flavours
 
-    require_engine()
+    if importlib.util.find_spec("onnxruntime") is None:
+        return {"distribution": "none: PyTorch's kernels train, and files of ONNX and artifacts can't be written"}
     facts: dict[str, Any] = {"distribution": " and ".join(installed_flavours()) or "not known"}
     if len(installed_flavours()) > 1:
         facts["problem"] = "several distributions overwrite each other's files: uninstall all of them, then install one"
@@ -153,7 +154,8 @@ def _abilities() -> dict[str, str]:
     def models() -> str:
         for needed in ("torch", "onnxscript", "cerberus", "networkx"):
             importlib.import_module(needed)
-        _onnxruntime()
+        if importlib.util.find_spec("onnxruntime") is not None:
+            _onnxruntime()
         return "yes"
 
     def artifacts() -> str:

@@ -76,7 +76,7 @@ _FUSIONS = ("MatMulScaleFusion", "MatmulTransposeFusion", "QuickGeluFusion")
 _OPSETS = (((1, 17), 20), ((1, 18), 21), ((1, 21), 22), ((1, 23), 23))
 _LOAD_FORMAT = "session.load_model_format"
 _PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
-_NO_ENGINE = """ort_trainer runs on ONNX Runtime, which is not installed. Install one of the three engines:
+_NO_ENGINE = """This needs ONNX Runtime, which is not installed. Install one of the three engines:
   pip install onnxruntime-training-cpu==1.19.2   the extra [cpu]: Python up to 3.12
   pip install onnxruntime-training==1.19.2       the extra [cuda]: the same with CUDA, Linux, Python up to 3.11
   pip install 'onnxruntime>=1.20'                the extra [stock]: any Python and platform"""
@@ -119,12 +119,7 @@ def require_engine() -> None:
 
 
 def check_engine() -> None:
-    """Warns if several distributions of ONNX Runtime overwrite each other.
-
-    Raises:
-        ModuleNotFoundError: If none is installed.
-    """
-    require_engine()
+    """Warns if several distributions of ONNX Runtime overwrite each other."""
     clashing = [n for n in installed_flavours() if not n.startswith(("onnxruntime-extensions", "onnxruntime-genai"))]
     if len(clashing) > 1:
         warnings.warn(
@@ -178,8 +173,9 @@ def engine() -> Any:
 
 
 def preload() -> None:
-    """Imports ONNX Runtime before the first session needs it."""
-    engine()
+    """Imports ONNX Runtime, if it is installed, before the first session needs it."""
+    if _package() is not None:
+        engine()
 
 
 def is_session_options(value: object) -> bool:
@@ -262,6 +258,8 @@ def parse_device(text: str) -> Device:
 
 def lacks_provider(device: torch.device) -> str:
     """Returns why ONNX Runtime can't compute on a device of PyTorch; "" if it can."""
+    if _package() is None:
+        return "ONNX Runtime is not installed (pip install 'onnxruntime>=1.20')"
     if device.type == "cpu" or (device.type in _PROVIDERS and _PROVIDERS[device.type] in available_providers()):
         return ""
     lacking = _PROVIDERS.get(device.type, "an execution provider for it")

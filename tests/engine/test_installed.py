@@ -13,14 +13,33 @@ ROOT = Path(__file__).resolve().parents[2]
 
 # Simulates a missing ONNX Runtime: neither an import nor a search finds it.
 WITHOUT_ENGINE = """if True:
-    import sys
+    import copy, sys, torch
+    import torch.nn.functional as F
     sys.modules["onnxruntime"] = None
-    import torch, ort_trainer
+    from ort_trainer import ORTModule, ORTTrainer, optim
     from ort_trainer.engine.ort import engine
-    options = ort_trainer.ORTTrainerOptions({"batch": {"gradient_accumulation_steps": 2}})
-    desc = {"inputs": [("input", ["n", 4]), ("label", ["n"])], "outputs": [("loss", [], True)]}
-    make = lambda: ort_trainer.ORTTrainer(torch.nn.Linear(4, 2), desc, ort_trainer.optim.AdamConfig(), "mse", options)
-    for call in (make, engine):
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 3))
+    eager, module = copy.deepcopy(model), ORTModule(copy.deepcopy(model))
+    x, label = torch.randn(6, 4), torch.tensor([0, 1, 2, 0, 1, 2])
+    trainer = ORTTrainer(model, "auto", optim.SGDConfig(lr=0.1), loss_fn=F.cross_entropy)
+    for each in (eager, module):
+        optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
+        for _ in range(2):
+            optimizer.zero_grad()
+            F.cross_entropy(each(x), label).backward()
+            torch.nn.utils.clip_grad_norm_(each.parameters(), 1.0)
+            optimizer.step()
+    for _ in range(2):
+        trainer.train_step(x, label)
+    expected = eager.eval()(x)
+    for found in (trainer.predict(x), trainer.eval_step(x, label)[1], module.eval()(x)):
+        torch.testing.assert_close(found, expected.detach(), check_stride=False)
+    asked = {"utils": {"kernels": "onnxruntime"}}
+    try:
+        ORTTrainer(model, "auto", optim.SGDConfig(), loss_fn=F.cross_entropy, options=asked).train_step(x, label)
+    except ValueError as error:
+        assert "but ONNX Runtime is not installed" in str(error), error
+    for call in (lambda: trainer.save_as_onnx("m.onnx"), lambda: trainer.export_artifacts("artifacts"), engine):
         try:
             call()
         except ModuleNotFoundError as error:
@@ -28,9 +47,12 @@ WITHOUT_ENGINE = """if True:
 """
 
 
-def test_without_an_engine_the_error_has_the_commands_of_the_three_extras() -> None:
-    done = subprocess.run([sys.executable, "-c", WITHOUT_ENGINE], capture_output=True, text=True, timeout=120)
-    assert done.stdout.count("ort_trainer runs on ONNX Runtime, which is not installed") == 2, done.stderr
+def test_without_an_engine_pytorch_trains_and_errors_have_the_commands_of_the_three_extras(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_ENGINE], capture_output=True, text=True, timeout=120, cwd=tmp_path
+    )
+    assert done.stdout.count("This needs ONNX Runtime, which is not installed") == 3, done.stderr
+    assert not any(tmp_path.iterdir())
     found = re.findall(r"pip install (\S+) +the extra \[(\w+)\]", done.stdout)
     project = (ROOT / "pyproject.toml").read_text()
     extras = dict(re.findall(r'^(cpu|cuda|stock) = \["(.*)", "ort_trainer\[trainer\]"\]$', project, re.MULTILINE))

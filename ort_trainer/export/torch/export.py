@@ -97,8 +97,6 @@ def _usable_kinds(step: ExportedStep, training: bool, device: torch.device) -> l
     allowed = kinds(step.kernels)
     if not training:
         allowed = [ONNX_RUNTIME, PROGRAMS] if allowed[0].of_pytorch else [ONNX_RUNTIME]
-    if device.type == "cpu":  # all kinds run there
-        return allowed
     # A graph that is written to a file may be for another machine.
     return [kind for kind in allowed if not kind.objection(device)] or allowed[:1]
 

@@ -140,7 +140,7 @@ class TorchSource(ModelSource):
         if reason := undetermined(kernels, self._options.debug.deterministic_compute):
             raise ValueError(reason)
         opset = self._options._internal_use.onnx_opset_version
-        if self._options.is_given("_internal_use.onnx_opset_version") and opset > maximum_opset():
+        if opset > MINIMUM_OPSET and opset > maximum_opset():
             raise ValueError(
                 f"_internal_use.onnx_opset_version is {opset}, but the installed ONNX Runtime and ONNX support at most "
                 f"{maximum_opset()}"
