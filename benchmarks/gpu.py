@@ -181,9 +181,10 @@ def table(results: dict[str, Any]) -> str:
     """Returns the page's section about measured results."""
     where = results["versions"]
     lines = [
-        f"Measured on one {where['device']} with torch {where['torch']}, fp32 without TF32: milliseconds for a step; "
-        "how many times as long eager PyTorch and the fastest of the last three take as the better of the first two; "
-        "and MB that the processes of the first three had reserved at most.",
+        f"Measured on one {where['device']} with torch {where['torch']}, fp32 without TF32. The first five columns are "
+        'milliseconds for a step. The later columns "eager" and "fastest" compare the better of ort_trainer and '
+        "compiled: with eager PyTorch, and with the fastest of eager, compile and reduce-overhead; 2 means twice as "
+        'fast. "memory" is the MB that ort_trainer, compiled and eager had reserved at most.',
         "",
         f"| model | {' | '.join(CONTENDERS)} | eager | fastest | memory |",
         "|---" * (len(CONTENDERS) + 4) + "|",

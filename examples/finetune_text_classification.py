@@ -62,9 +62,8 @@ def make_model(data: TextData) -> BertForSequenceClassification:
 def make_trainer(model: BertForSequenceClassification, updates: int) -> ORTTrainer:
     """Returns a trainer with a warm-up schedule over the given number of updates."""
     undecayed = [name for name, parameter in model.named_parameters() if parameter.dim() < 2]  # biases and norms
-    config = optim.AdamConfig(
-        params=[{"params": undecayed, "lambda_coef": 0.0}], lr=LEARNING_RATE, lambda_coef=WEIGHT_DECAY
-    )
+    groups = [{"params": undecayed, "weight_decay": 0.0}]
+    config = optim.AdamWConfig(groups, lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, max_norm_clip=1.0)
     options = ORTTrainerOptions(
         {
             "batch": {"gradient_accumulation_steps": ACCUMULATION_STEPS},

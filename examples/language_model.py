@@ -121,7 +121,7 @@ def main(arguments: Sequence[str] | None = None) -> Result:
     model = make_model(tokenizer)
     schedule = optim.CosineWarmupLRScheduler(total_steps=options.steps, warmup=0.05)
     undecayed = [name for name, parameter in model.named_parameters() if parameter.dim() < 2]  # biases and norms
-    config = optim.AdamConfig(params=[{"params": undecayed, "lambda_coef": 0.0}], lr=LEARNING_RATE, lambda_coef=0.01)
+    config = optim.AdamWConfig([{"params": undecayed, "weight_decay": 0.0}], lr=LEARNING_RATE, max_norm_clip=1.0)
     trainer = ORTTrainer(model, "auto", config, options=ORTTrainerOptions({"lr_scheduler": schedule}))
     # Steps then return only the loss; the logits, which are not used, would be 8 MB even here.
     trainer.train_step_info.fetches = ["loss"]

@@ -78,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     out.mkdir(parents=True, exist_ok=True)
 
     torch.manual_seed(0)
-    config = optim.AdamConfig(lr=LEARNING_RATE, lambda_coef=WEIGHT_DECAY)
+    config = optim.AdamWConfig(lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, max_norm_clip=1.0)
     trainer = ORTTrainer(DigitNet(), MODEL_DESC, config, loss_fn=F.cross_entropy)
     pixels, labels, train_rows = digits()
     images, classes = torch.from_numpy(pixels / np.float32(16)), torch.from_numpy(labels).long()
