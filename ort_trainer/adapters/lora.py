@@ -51,12 +51,12 @@ class LoRA:
 
     def __post_init__(self) -> None:
         check_count("rank", self.rank)
-        for name in ("alpha", "dropout"):
+        for name in ("rank", "alpha", "dropout"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)):
                 raise TypeError(f"{name} must be a number, but {shown(value)} was given")
             if not abs(value) <= sys.float_info.max:
-                raise ValueError(f"{name} must be finite, but {value} was given")
+                raise ValueError(f"{name} must be finite, but {shown(value)} was given")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout must be at least 0 and less than 1, but {self.dropout} was given")
         for name in ("targets", "also_train", "exclude"):

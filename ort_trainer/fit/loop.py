@@ -325,7 +325,7 @@ class _Fit:
 
         Raises:
             CheckpointError: If it was not saved by a fit, or is damaged.
-            ValueError: If it has more epochs than this fit.
+            ValueError: If it has more epochs than this fit, or the loader does not match.
         """
         kept = user_dict.get(_KEY)
         if not isinstance(kept, Mapping):
@@ -346,15 +346,24 @@ class _Fit:
             check_place(position, f"the place {at} of {_KEY!r}", None)
             if not position.get("ended") and position["batch"] != place["state"]["batch"]:
                 raise CheckpointError(f"the place {at} of {_KEY!r} has two numbers of batches in an epoch not ended")
+        if all(
+            place.get("ended") and not place["state"]["batch"] and not place.get("batch") for place in (kept, *others)
+        ):
+            raise CheckpointError(f"the epoch of {_KEY!r} has ended without a batch")
+        self.position.check(self.own_place([kept, *others]))
         for name, callback in self.named():
             if name in callbacks:
                 callback.check_state(callbacks[name])
 
+    def own_place(self, entries: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+        """Returns the position of this process from those of a checkpoint, that of rank 0 first."""
+        places = [_position(entries[0], entry) for entry in entries]
+        return own_place(places, self.trainer.world_rank, self.trainer.world_size, self.train_loader)
+
     def take_place(self, kept: Mapping[str, Any]) -> None:
         """Restores the position of this process; an additional process starts with its own random states."""
         entries, rank, size = [kept, *kept.get("others", [])], self.trainer.world_rank, self.trainer.world_size
-        places = [_position(kept, entry) for entry in entries]
-        place = own_place(places, rank, size, self.train_loader)
+        place = self.own_place(entries)
         counted = dict(entries[min(rank, len(entries) - 1)]["state"])
         if len(entries) != size:  # what the epoch has so far counts once
             sums = {name: sum(entry["state"][name] for entry in entries) for name in ("loss_sum", "loss_samples")}

@@ -142,12 +142,12 @@ def _infer_types(model: ir.Model) -> None:
     """Writes the types that ONNX infers into the model; a value of unknown type gets None."""
     try:
         inferred = ir.from_proto(onnx.shape_inference.infer_shapes(ir.to_proto(without_data(model))))
-    except onnx.shape_inference.InferenceError as error:
+        for graph, other in zip(model.graphs(), inferred.graphs(), strict=True):
+            for node, same in zip(graph, other, strict=True):
+                for value, typed in zip(node.outputs, same.outputs, strict=True):
+                    value.type = typed.type
+    except (onnx.shape_inference.InferenceError, ValueError) as error:  # a value twice has no place in the other
         raise ExportError(f"the ONNX model is damaged: ONNX can't infer its types: {error}") from None
-    for graph, other in zip(model.graphs(), inferred.graphs(), strict=True):
-        for node, same in zip(graph, other, strict=True):
-            for value, typed in zip(node.outputs, same.outputs, strict=True):
-                value.type = typed.type
 
 
 @dataclass
