@@ -256,18 +256,22 @@ def temporary_folder(folder: Path | None = None, name: str = "ort_trainer") -> I
         from pathlib import Path
 
         folder = Path(tempfile.gettempdir())
+    handle = None
     with uninterrupted():
         path = folder / f"{_temporary_name(name)}{_FOLDER}"
         path.mkdir(0o700)
-        handle = None if fcntl is None else _locked(os.open(path, os.O_RDONLY))
     try:
+        handle = None if fcntl is None else _locked(os.open(path, os.O_RDONLY))
         remove_abandoned(folder, glob.escape(name))
         yield path
     finally:
         with uninterrupted():
-            shutil.rmtree(path, ignore_errors=True)
-            if handle is not None:
-                os.close(handle)
+            for _ in range(2):  # the first stops at a handle that can't be closed
+                with contextlib.suppress(OSError):
+                    shutil.rmtree(path, ignore_errors=True)
+            with contextlib.suppress(OSError):  # it is a lock
+                if handle is not None:
+                    os.close(handle)
 
 
 def _temporary_name(name: str) -> str:

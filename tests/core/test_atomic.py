@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import io
 import os
@@ -10,13 +11,14 @@ import struct
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 import pytest
 
 from ort_trainer.artifacts.files import target_folder, write_files
-from ort_trainer.core.atomic import atomic_path
+from ort_trainer.core.atomic import atomic_path, temporary_folder
 from ort_trainer.runs import CheckpointManager
 from ort_trainer.state import save_checkpoint_file
 from ort_trainer.step.onnx_file import save_model
@@ -316,6 +318,29 @@ def test_a_lock_that_can_not_be_closed_fails_no_write(tmp_path: Path, monkeypatc
         temporary.write_text("new")
         patch.setattr(os, "close", fail)
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize("call", ["open", "close"])
+def test_a_temporary_folder_that_can_not_be_opened_or_closed_goes(
+    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, calls = getattr(os, call), []
+
+    def fail_once(*args: Any, **kwargs: Any) -> Any:
+        calls.append(args)
+        if call == "close":
+            real(*args)
+        if len(calls) == 1:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return None if call == "close" else real(*args, **kwargs)
+
+    raises = pytest.raises(OSError) if call == "open" else contextlib.nullcontext()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, fail_once)
+        with raises, temporary_folder(tmp_path, "a") as folder:
+            (folder / "inner").mkdir()
+            calls.clear()  # what closes now is in the removal
+    assert calls and not any(tmp_path.iterdir())
 
 
 def test_a_target_without_positions_is_named(tmp_path: Path) -> None:
