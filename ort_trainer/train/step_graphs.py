@@ -520,13 +520,21 @@ class StepGraphs:
         narrower = self._narrower
         if narrower is None or not narrower.inferred:
             return
+        error = self._error_of(batch)
+        if error is None or self._error_of(self.blank_batch()) is not None:  # it can't be run in evaluation mode at all
+            return
+        pairs = zip(narrower.inputs, self.description.inputs, strict=True)
+        earlier = [f"{entry.name!r} {list(entry.shape)}" for entry, now in pairs if entry != now]
+        shapes = [f"{name!r} {list(value.shape)}" for name, value in batch.items()]
+        raise ValueError(
+            f"{self._source.name} does not take a batch of these sizes, {', '.join(shapes)}; earlier batches had "
+            f"{', '.join(earlier)}: {error}"
+        )
+
+    def _error_of(self, batch: Batch) -> Exception | None:
+        """Returns the error of the model itself, in evaluation mode, for a batch."""
         try:
             self._builder(batch).reference(batch, {**self._source.parameters, **self._source.buffers})
         except Exception as error:
-            pairs = zip(narrower.inputs, self.description.inputs, strict=True)
-            earlier = [f"{entry.name!r} {list(entry.shape)}" for entry, now in pairs if entry != now]
-            shapes = [f"{name!r} {list(value.shape)}" for name, value in batch.items()]
-            raise ValueError(
-                f"{self._source.name} does not take a batch of these sizes, {', '.join(shapes)}; earlier batches had "
-                f"{', '.join(earlier)}: {error}"
-            ) from None
+            return error
+        return None

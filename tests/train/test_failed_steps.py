@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -208,6 +209,33 @@ class Noisy(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.last(x * torch.rand(x.shape[0], 1))
+
+
+class OnlyTrains(nn.Module):
+    """Stands for detectors, which compute something else in evaluation mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Conv1d(1, 3, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.training:
+            raise RuntimeError("there are no targets")
+        return self.last(x).mean(-1)
+
+
+def test_other_sizes_of_a_model_that_evaluates_otherwise() -> None:
+    model = OnlyTrains()
+    eager = copy.deepcopy(model)
+    trainer = ORTTrainer(model, "auto", optim.SGDConfig(lr=0.1), loss_fn=F.cross_entropy)
+    optimizer = torch.optim.SGD(eager.parameters(), lr=0.1)
+    for size in (8, 8, 12):
+        x, label = torch.randn(4, 1, size), torch.tensor([0, 1, 2, 0])
+        optimizer.zero_grad()
+        loss = F.cross_entropy(eager(x), label)
+        loss.backward()
+        optimizer.step()
+        torch.testing.assert_close(trainer.train_step(x, label)[0], loss.detach())
 
 
 def test_a_batch_of_impossible_sizes_draws_nothing_and_is_not_exported(monkeypatch: pytest.MonkeyPatch) -> None:
