@@ -81,11 +81,13 @@ def export(
                 raise
             raise ExportError(unforeseen(error, step.model._get_name())) from error
 
-    preferred, *others = _usable_kinds(step, training, step.device_for(batch.values()))
+    device = step.device_for(batch.values())
+    preferred, *others = _usable_kinds(step, training, device)
     with quiet(), remembered_sizes():
         try:
             return attempt(preferred)
         except ExportError as error:
+            others = [kind for kind in others if not kind.objection(device)]
             if not others or step.padding_mask:
                 raise
             _log.info("using %s: %s", others[0].title, " ".join(str(error).split()))
@@ -97,6 +99,8 @@ def _usable_kinds(step: ExportedStep, training: bool, device: torch.device) -> l
     allowed = kinds(step.kernels)
     if not training:
         allowed = [ONNX_RUNTIME, PROGRAMS] if allowed[0].of_pytorch else [ONNX_RUNTIME]
+    elif device.type == "cpu":  # all that are preferred run there
+        return allowed
     # A graph that is written to a file may be for another machine.
     return [kind for kind in allowed if not kind.objection(device)] or allowed[:1]
 
