@@ -25,10 +25,11 @@ ALLOWED = {
     "engine": {"core", "step"},
     "profiling": {"core", "engine", "step"},
     "state": {"core"},
-    # The files of onnxruntime-training: read, and written as checkpoints.
-    "upstream": {"core", "state", "step"},
-    # Needs no torch; of the engine it uses only what needs none either.
-    "api": {"core", "engine", "state", "step", "upstream"},
+    # The files of onnxruntime-training: read and written.
+    "upstream": {"core", "optim", "state", "step"},
+    # Needs no torch; of the engine it uses only what needs none either. Models of onnxruntime-training are converted,
+    # which needs torch and is imported when such a model is loaded.
+    "api": {"artifacts", "core", "engine", "state", "step", "upstream"},
     "export": {"core", "engine", "optim", "options", "step"},
     "train": {"amp", "core", "engine", "export", "optim", "options", "profiling", "state", "step"},
     "distributed": {"core", "engine", "export", "optim", "options", "train"},

@@ -28,7 +28,7 @@ Model = TypeVar("Model", Step, OptimizerModel)
 
 # Operators that only onnxruntime-training has.
 _UPSTREAM = (b"InPlaceAccumulatorV2", b"AdamWOptimizer", b"SGDOptimizerV2")
-_NEEDED = """{name} is an artifact of onnxruntime-training, and {package}, which reads it, is not installed:
+_NEEDED = """{name} is an artifact of onnxruntime-training, and {package}, which converts it, is not installed:
   pip install 'ort_trainer[upstream]'
 Or convert all artifacts where it is installed, and train with the result here: ort-trainer convert FOLDER TARGET"""
 
@@ -107,7 +107,7 @@ def load_model(
         TypeError: If the source is neither a path nor bytes.
         FileNotFoundError: If the file does not exist.
         ValueError: If it is damaged, not an exported model of this kind, or has unsupported operators.
-        ImportError: If it is a model of onnxruntime-training, and onnx is not installed.
+        ImportError: If it is a model of onnxruntime-training, and torch or onnx is not installed.
     """
     data, name = _read(source, argument)
     if data[4:8] == b"ORTM":
@@ -121,7 +121,7 @@ def load_model(
         )
     check_contained(data, name)
     if state.is_upstream:
-        data = _lowered(cls, data, name, kind, state)
+        data = _converted(cls, data, name, kind, state)
     session = _make_session(data, name, options, device)
     try:
         model = from_metadata(cls, session.get_modelmeta().custom_metadata_map.get(METADATA), name)
@@ -134,24 +134,25 @@ def load_model(
     return Loaded[Model](session, model, name, data)
 
 
-def _lowered(cls: type[Model], data: bytes, name: str, kind: str, state: LiveState) -> bytes:
-    """Converts a model of onnxruntime-training to one of ort_trainer, in ONNX's own operators."""
+def _converted(cls: type[Model], data: bytes, name: str, kind: str, state: LiveState) -> bytes:
+    """Converts a model of onnxruntime-training to one of ort_trainer."""
     if METADATA.encode() in data:
         raise ValueError(
             f"{name} is a model of ort_trainer, but {state.name} is of onnxruntime-training: use the models and the "
             "checkpoint that were written together"
         )
     try:
+        from ..artifacts.files import model_bytes
+        from ..artifacts.from_upstream import converted_optimizer, converted_step
         from ..step.onnx_file import corruption_reported
-        from ..upstream import models
     except ImportError as error:
         raise ImportError(_NEEDED.format(name=name, package=error.name)) from error
 
+    values = {key: tensor.view() for key, tensor in state.values.items()}
     with corruption_reported(name):
         if cls is Step:
-            return models.to_bytes(*models.step_model(data, name, kind, state.parameters))
-        trained = {key: state.values[key] for key in state.trainable}
-        return models.to_bytes(*models.optimizer_model(data, name, trained))
+            return model_bytes(*converted_step(data, name, kind, values))
+        return model_bytes(*converted_optimizer(data, name, {key: values[key] for key in state.trainable}))
 
 
 def _read(source: ModelSource, argument: str) -> tuple[bytes, str]:

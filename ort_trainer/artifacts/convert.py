@@ -61,8 +61,9 @@ def convert_checkpoint(
 def convert_artifacts(source: PathLike, target: PathLike, *, include_optimizer_state: bool = True) -> None:
     """Converts the artifacts that onnxruntime-training's ``generate_artifacts`` wrote to those of ``ort_trainer.api``.
 
-    The result is in ONNX's own operators: it trains in Python without onnx, and in browsers, C and C++
-    (on_device.md in the documentation). Names, values, moments and the count of updates stay.
+    The result trains in Python without PyTorch, and in browsers, C and C++ (on_device.md in the documentation). Its
+    gradients are derived from the forward pass in upstream's training model. Names, values, moments and the count of
+    updates stay.
 
     Args:
         source: The folder with ``training_model.onnx``, ``checkpoint`` and, if they exist, ``eval_model.onnx`` and
@@ -81,7 +82,6 @@ def convert_artifacts(source: PathLike, target: PathLike, *, include_optimizer_s
     """
     from ..engine.contained import check_contained
     from ..step.onnx_file import corruption_reported
-    from ..upstream import models
     from .files import (
         CHECKPOINT,
         EVALUATION_MODEL,
@@ -91,6 +91,7 @@ def convert_artifacts(source: PathLike, target: PathLike, *, include_optimizer_s
         target_folder,
         write_files,
     )
+    from .from_upstream import converted_optimizer, converted_step
 
     for what, path in (("source", source), ("target", target)):
         if not isinstance(path, (str, os.PathLike)):
@@ -112,7 +113,7 @@ def convert_artifacts(source: PathLike, target: PathLike, *, include_optimizer_s
     for name, kind in ((TRAINING_MODEL, "training"), (EVALUATION_MODEL, "evaluation")):
         if kind == "training" or (folder / name).exists():
             with corruption_reported(name):
-                converted[name] = models.step_model(data(name), name, kind, state.parameters)
+                converted[name] = converted_step(data(name), name, kind, {**state.parameters, **state.buffers})
     # A flat buffer lists the parameters in the order of the training model's inputs, so the checkpoint must too.
     order = [value.name for value in converted[TRAINING_MODEL][0].graph.inputs if value.name in state.parameters]
     names = dict.fromkeys([*order, *state.parameters])
@@ -121,7 +122,7 @@ def convert_artifacts(source: PathLike, target: PathLike, *, include_optimizer_s
     if (folder / OPTIMIZER_MODEL).exists():
         trained = {name: state.parameters[name] for name in state.trainable}
         with corruption_reported(OPTIMIZER_MODEL):
-            converted[OPTIMIZER_MODEL] = models.optimizer_model(data(OPTIMIZER_MODEL), OPTIMIZER_MODEL, trained)
+            converted[OPTIMIZER_MODEL] = converted_optimizer(data(OPTIMIZER_MODEL), OPTIMIZER_MODEL, trained)
     files = contents(converted, state, nominal=False)
 
     def write(temporary: Path) -> None:

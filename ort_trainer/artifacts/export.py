@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import onnx_ir as ir
 import torch
 
 from ..core.errors import shown
@@ -21,12 +22,22 @@ from ..step import Step
 from ..train.loop import TrainingLoop
 from ..train.state import save
 from ..train.transaction import in_transaction
-from .files import EVALUATION_MODEL, OPTIMIZER_MODEL, TRAINING_MODEL, Described, contents, target_folder, write_files
+from .files import (
+    CHECKPOINT,
+    EVALUATION_MODEL,
+    NOMINAL_CHECKPOINT,
+    OPTIMIZER_MODEL,
+    TRAINING_MODEL,
+    Described,
+    contents,
+    target_folder,
+    write_files,
+)
 from .kinds import FLAVORS
 from .optimizer_model import Updated, optimizer_model
 from .quantize import with_quantized
 from .reduced_operators import check_name, operators_of
-from .step_models import evaluation_model, training_model
+from .step_models import check_portable, evaluation_model, training_model
 from .updates import optimizer_name, parameter_updates
 
 _WEIGHTS = (torch.float32, torch.float64)
@@ -176,23 +187,36 @@ def _our_writer(parts: _ExportParts, nominal: bool, quantized: str | None) -> Ca
 
 
 def _upstream_writer(parts: _ExportParts, nominal: bool, fixed_learning_rate: bool) -> Callable[[Path], None]:
-    """Returns a function that writes the files for onnxruntime-training."""
-    from .upstream.write import write_upstream_artifacts
+    """Returns a function that writes the files for onnxruntime-training.
 
-    rules = {name: updated.update for name, updated in parts.updates.items()}
+    Raises:
+        ValueError: If onnxruntime-training can't do what the trainer does; the message says what.
+    """
+    from ..upstream import write_models
+    from ..upstream.conversion import to_upstream
+    from ..upstream.write_checkpoint import write_upstream_checkpoint
+
+    checkpoint = parts.checkpoint
+    write_models.check_storable(checkpoint)
+    for graph in (parts.training, parts.evaluation):
+        check_portable(graph)
+    state, buffers = {**checkpoint.parameters, **checkpoint.buffers}, {*parts.buffers, *checkpoint.buffers}
+    models = write_models.step_models(parts.training, parts.evaluation, state, buffers, parts.weight)
+    files = {TRAINING_MODEL: ir.to_proto(models.training), EVALUATION_MODEL: ir.to_proto(models.evaluation)}
+    if checkpoint.optimizer is not None:
+        updates = {name: parts.updates[name].update for name in models.trained}
+        files[OPTIMIZER_MODEL] = write_models.optimizer_model(
+            updates, checkpoint.learning_rates, models.opset, fixed_learning_rate
+        )
+    upstream, _ = to_upstream(checkpoint, models.trained)
 
     def write(folder: Path) -> None:
-        write_upstream_artifacts(
-            folder,
-            parts.training,
-            parts.evaluation,
-            rules,
-            parts.checkpoint,
-            parts.buffers,
-            gradient_weight=parts.weight,
-            fixed_learning_rate=fixed_learning_rate,
-            nominal_checkpoint=nominal,
-        )
+        for name, proto in files.items():
+            (folder / name).write_bytes(proto.SerializeToString())
+        write_upstream_checkpoint(folder / CHECKPOINT, upstream)
+        if nominal:
+            upstream.nominal, upstream.groups = True, {}
+            write_upstream_checkpoint(folder / NOMINAL_CHECKPOINT, upstream)
 
     return write
 

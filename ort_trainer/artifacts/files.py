@@ -36,19 +36,19 @@ def contents(models: Mapping[str, Described], checkpoint: State, nominal: bool) 
     # The digest of the models identifies the export: all files carry it, so that files of two exports are told apart.
     digest = hashlib.sha256()
     for name, (model, description) in models.items():
-        model.metadata_props[METADATA] = to_metadata(description)
-        digest.update(name.encode() + _serialized(model))
+        digest.update(name.encode() + model_bytes(model, description))
     export, files = digest.hexdigest(), {}
     for name, (model, description) in models.items():
-        model.metadata_props[METADATA] = to_metadata(replace(description, export=export))
-        files[name] = _serialized(model)
+        files[name] = model_bytes(model, replace(description, export=export))
     files[CHECKPOINT] = to_bytes(replace(checkpoint, export=export))
     if nominal:
         files[NOMINAL_CHECKPOINT] = to_bytes(replace(checkpoint.without_optimizer(), export=export, nominal=True))
     return files
 
 
-def _serialized(model: ir.Model) -> bytes:
+def model_bytes(model: ir.Model, description: Step | OptimizerModel) -> bytes:
+    """Returns the content of a model's file, whose metadata have its description."""
+    model.metadata_props[METADATA] = to_metadata(description)
     return bytes(ir.to_proto(model).SerializeToString(deterministic=True))
 
 

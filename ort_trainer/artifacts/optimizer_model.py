@@ -39,7 +39,7 @@ class Updated:
 
 
 def optimizer_model(
-    name: str, parameters: Mapping[str, Updated], rates: int, window: int = 1
+    name: str, parameters: Mapping[str, Updated], rates: int, window: int = 1, norm_epsilon: float = 0.0
 ) -> tuple[ir.Model, OptimizerModel, dict[str, Array]]:
     """Returns a model that updates all parameters, and its description.
 
@@ -52,18 +52,20 @@ def optimizer_model(
         window: The number N by which the training model already divides each micro-batch's gradients. If it is more
             than 1, the model takes the number n of micro-batches as an input, and multiplies by N / n: the mean of an
             incomplete window.
+        norm_epsilon: Added to the norm of the gradients before they are clipped by it.
 
     Returns:
         The model, its description, and the optimizer's current state, for the checkpoint.
     """
-    return _Builder(parameters, rates, window).build(name)
+    return _Builder(parameters, rates, window, norm_epsilon).build(name)
 
 
 class _Builder:
     """Collects the inputs, outputs and state of the optimizer model while the updates are written."""
 
-    def __init__(self, parameters: Mapping[str, Updated], rates: int, window: int) -> None:
+    def __init__(self, parameters: Mapping[str, Updated], rates: int, window: int, norm_epsilon: float) -> None:
         self._parameters, self._rates, self._window = parameters, rates, window
+        self._norm_epsilon = norm_epsilon
         self._names = Names([])
         self._writer = UpdateWriter(_OPSETS, self._names)
         self._inputs: list[ir.Value] = []
@@ -87,6 +89,8 @@ class _Builder:
             gradients = {name: writer.mean(value, number, self._window) for name, value in gradients.items()}
         clips = any(math.isfinite(updated.update.limit) for updated in self._parameters.values())
         norm = writer.norm(gradients.values()) if clips else None
+        if norm is not None and self._norm_epsilon:
+            norm = writer.op("Add", norm, writer.constant(self._norm_epsilon, np.float32))
         results = {}
         for parameter, updated in self._parameters.items():
             weight = weights[parameter]

@@ -10,9 +10,9 @@ import onnxruntime
 import pytest
 import torch
 
-from ort_trainer.artifacts.upstream.random_nodes import RandomNodes
 from ort_trainer.step import RandomInput, Step, TensorSpec, dtype_name
 from ort_trainer.step.emitter import Emitter, Names
+from ort_trainer.upstream.random_nodes import RandomNodes
 
 pytestmark = pytest.mark.engine
 

@@ -153,6 +153,11 @@ CASES: dict[str, tuple[str, Function]] = {
     "com.microsoft.FastGelu": ("y = com.microsoft.FastGelu(p)", lambda p: F.gelu(p, approximate="tanh")),
     "com.microsoft.QuickGelu": ("y = com.microsoft.QuickGelu(p)", lambda p: p * torch.sigmoid(1.702 * p)),
     "com.microsoft.BiasGelu": (f"{VECTOR4}y = com.microsoft.BiasGelu(p, s)", lambda p: F.gelu(p + V4)),
+    "com.microsoft.FakeQuant": (
+        "s = Constant<value_float=0.05>()\n z = Constant<value_float=3.0>()\n"
+        " y = com.microsoft.FakeQuant<quant_max=15>(p, s, z)",
+        lambda p: torch.fake_quantize_per_tensor_affine(p, 0.05, 3, 0, 15),
+    ),
     "Acos": ("y = Acos(p)", torch.acos),
     "Acosh": ("o = Constant<value_float=1.5>()\n q = Add(p, o)\n y = Acosh(q)", lambda p: torch.acosh(p + 1.5)),
     "ArgMax": (

@@ -17,7 +17,7 @@ from ..values import Rounded, floats
 from .convolution import convolved
 from .linear_algebra import gemm
 from .normalization import check_stash_type, layer_normalized, rms_normalized
-from .quantization import dequantized, quantized, zero_point_type
+from .quantization import dequantized, quantized, rounded, zero_point_type
 
 _Tensor = torch.Tensor
 _DOMAIN = "com.microsoft"
@@ -182,6 +182,16 @@ def _fused_convolution(
 ) -> _Tensor:
     y = convolved(x, weight, bias, node, auto_pad, dilations, group, kernel_shape, pads, strides)
     return _activated(y if added is None else y + added, activation, activation_params or [], node)
+
+
+@operator("FakeQuant", domain=_DOMAIN)
+def _fake_quantized(
+    x: _Tensor, scale: _Tensor, zero: _Tensor, *, quant_min: int = 0, quant_max: int = 255
+) -> tuple[_Tensor, _Tensor]:
+    """Returns rounded numbers, and which of them are in the range; onnxruntime-training writes this for Q and DQ."""
+    levels = rounded(x / scale.detach()) + zero.detach()
+    inside = (levels >= quant_min) & (levels <= quant_max)
+    return (levels.clamp(quant_min, quant_max) - zero.detach()) * scale.detach(), inside
 
 
 # Each activation function, with the defaults of its parameters.

@@ -150,11 +150,16 @@ def _straight(rounded: _Tensor, values: _Tensor) -> _Tensor:
     return rounded + (values - values.detach())
 
 
+def rounded(values: _Tensor) -> _Tensor:
+    """Returns whole numbers, through which a gradient passes as if they had not been rounded."""
+    return _straight(values.detach().round(), values)
+
+
 def _limited(values: _Tensor, zero: _Tensor | None, output_type: ir.DataType) -> Rounded:
     """Returns numbers rounded, shifted and clamped to an integer type."""
     # Infinite numbers would make differences NaN. The sum with a zero point of 16 bits is exact in float32.
     values = values.to(torch.promote_types(values.dtype, torch.float32)).clamp(-_BEYOND, _BEYOND)
-    whole = _straight(values.detach().round(), values)
+    whole = rounded(values)
     return Rounded((whole if zero is None else whole + zero).clamp(*_LIMITS[output_type]), torch_dtype(output_type))
 
 

@@ -1,4 +1,4 @@
-"""Writes artifacts for onnxruntime-training's runtime: the flavor ``onnxruntime-training``.
+"""Writes models for onnxruntime-training's runtime: the flavor ``onnxruntime-training`` of artifacts.
 
 The training and evaluation models don't need upstream's gradient builder: the runtime trains any model whose inputs and
 outputs have the names that it expects. Upstream's optimizer model is one operator on sequences of tensors.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,22 +17,17 @@ import onnx.helper
 import onnx.numpy_helper
 import onnx_ir as ir
 
-from ...core.errors import shown
-from ...state.state import State
-from ...step import Step
-from ...step.accumulate import ACCUMULATED, BUFFER, RESET
-from ...step.contract import IR_VERSION
-from ...step.emitter import Emitter, Names
-from ...step.prune import RemoveUnusedPass
-from ...upstream.checkpoint import Array
-from ...upstream.conversion import to_upstream
-from ...upstream.write_checkpoint import write_upstream_checkpoint
-from ..files import CHECKPOINT, EVALUATION_MODEL, NOMINAL_CHECKPOINT, OPTIMIZER_MODEL, TRAINING_MODEL
-from ..step_models import check_portable
+from ..core.errors import shown
+from ..state.state import Array, State
+from ..step import Step
+from ..step.accumulate import ACCUMULATED, BUFFER, RESET
+from ..step.contract import IR_VERSION
+from ..step.emitter import Emitter, Names
+from ..step.prune import RemoveUnusedPass
 from .random_nodes import RandomNodes
 
 if TYPE_CHECKING:
-    from ...optim.update_writer import ParameterUpdate
+    from ..optim.update_writer import ParameterUpdate
 
 _MICROSOFT = "com.microsoft"
 _RATE, _STEP, _WEIGHTS, _GRADIENTS = "learning_rate", "step", "params", "gradients"
@@ -42,60 +36,12 @@ _OURS = "use the default flavor, which has all of the trainer's optimizers"
 _WAY_OUT = "use the default flavor, which any onnxruntime can train"
 
 
-def write_upstream_artifacts(
-    folder: Path,
-    training: Step,
-    evaluation: Step,
-    updates: Mapping[str, ParameterUpdate],
-    checkpoint: State,
-    buffers: Collection[str],
-    *,
-    gradient_weight: float = 1.0,
-    fixed_learning_rate: bool = False,
-    nominal_checkpoint: bool = True,
-) -> None:
-    """Writes the training, evaluation and optimizer models, the checkpoint and the nominal checkpoint.
-
-    Args:
-        folder: An empty folder.
-        training: The graph of a training step, of standard operators.
-        evaluation: The graph of an evaluation step.
-        updates: Name of a parameter -> its update.
-        checkpoint: The state; its export is not used. Without an optimizer's state, no optimizer model is written.
-        buffers: Which of the checkpoint's parameters are buffers of the model.
-        gradient_weight: Factor for each gradient: 1 / N if N micro-batches make a mean.
-        fixed_learning_rate: Whether to store the learning rate in the optimizer model: a runtime that can't set it,
-            such as the browser's, would always use 0.001.
-        nominal_checkpoint: Whether to write a nominal checkpoint.
+def check_storable(checkpoint: State) -> None:
+    """Checks that upstream's checkpoints can store the state of an export.
 
     Raises:
-        ValueError: If onnxruntime-training can't do what the trainer does; the message says what. Nothing is written.
+        ValueError: If they can't.
     """
-    _check(checkpoint)
-    state = {**checkpoint.parameters, **checkpoint.buffers}
-    models = step_models(training, evaluation, state, {*buffers, *checkpoint.buffers}, gradient_weight)
-    files = {
-        TRAINING_MODEL: ir.to_proto(models.training),
-        EVALUATION_MODEL: ir.to_proto(models.evaluation),
-    }
-    if checkpoint.optimizer is not None:
-        files[OPTIMIZER_MODEL] = optimizer_model(
-            {name: updates[name] for name in models.trained},
-            checkpoint.learning_rates,
-            models.opset,
-            fixed_learning_rate,
-        )
-    upstream, _ = to_upstream(checkpoint, models.trained)
-    for name, proto in files.items():
-        (folder / name).write_bytes(proto.SerializeToString())
-    write_upstream_checkpoint(folder / CHECKPOINT, upstream)
-    if nominal_checkpoint:
-        upstream.nominal, upstream.groups = True, {}
-        write_upstream_checkpoint(folder / NOMINAL_CHECKPOINT, upstream)
-
-
-def _check(checkpoint: State) -> None:
-    """Raises a ValueError for state that upstream's checkpoints can't store."""
     if checkpoint.schedule is not None:
         raise ValueError(
             "onnxruntime-training's artifacts can't store a learning-rate schedule: use the default flavor, or export "
@@ -147,8 +93,6 @@ def step_models(
     Raises:
         ValueError: If onnxruntime-training can't train the model; the message says why.
     """
-    for graph in (training, evaluation):
-        check_portable(graph)
     changed = [name for name in training.buffer_updates if state[name].dtype == np.float32]
     kept = [name for name in training.state if state[name].dtype == np.float32 and name not in buffers]
     trained = [name for name in kept if name in training.gradients]

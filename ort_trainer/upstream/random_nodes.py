@@ -8,8 +8,8 @@ from collections.abc import Mapping
 import numpy as np
 import onnx_ir as ir
 
-from ...step import RandomInput, Step
-from ...step.emitter import Emitter
+from ..step import RandomInput, Step
+from ..step.emitter import Emitter
 
 _OPERATORS: Mapping[type[ast.operator], str] = {
     ast.Add: "Add",

@@ -1,1 +1,0 @@
-"""Writes artifacts that onnxruntime-training's own runtime trains."""
