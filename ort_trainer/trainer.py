@@ -16,6 +16,7 @@ from .core.errors import CheckpointError, shown
 from .core.report import Report
 from .core.unknown import explains_calls
 from .distributed import launch
+from .engine.ort import require_onnx
 from .export import loss_function
 from .export.torch import LossFunction
 from .optim import OptimizerConfig
@@ -438,6 +439,7 @@ class ORTTrainer:
             ExportError: If the model has no graph of ONNX's own operators.
             TypeError, FileNotFoundError, NotADirectoryError: If the folder is invalid.
         """
+        require_onnx()
         from .artifacts.export import export_artifacts  # here, because it imports onnx
 
         export_artifacts(

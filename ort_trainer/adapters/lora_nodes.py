@@ -17,7 +17,8 @@ import torch
 
 from ..core.errors import ExportError, shown
 from ..export.onnx import OnnxModel
-from ..step.emitter import Emitter, Names
+from ..step.emitter import Emitter
+from ..step.names import Names
 from ..step.onnx_file import WEIGHTS, recorded_weights
 from .linear_layers import LinearLayer, linear_layers
 from .lora import LoRA

@@ -156,7 +156,7 @@ def _reason(name: str) -> str:
         return (
             "torch is not installed, and without torch ort_trainer.compat.install() provides only "
             "onnxruntime.training.api, which trains from artifacts. To make artifacts or to train a model, "
-            "pip install 'ort_trainer[trainer]', which keeps the ONNX Runtime that is there"
+            "pip install 'ort_trainer[onnx]', which keeps the ONNX Runtime that is there"
         )
     if name.startswith(_REPLACED):
         return _OF_REPLACED

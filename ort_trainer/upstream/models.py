@@ -23,7 +23,8 @@ from ..core.optimizer_keys import UPDATE_COUNT
 from ..step.accumulate import ACCUMULATED, BUFFER, RESET, accumulate
 from ..step.arithmetic import one_minus_power
 from ..step.contract import IR_VERSION, METADATA, OptimizerModel, Slot, Step, TensorSpec, to_metadata
-from ..step.emitter import Emitter, Names, infer_node
+from ..step.emitter import Emitter, infer_node
+from ..step.names import Names
 from . import recurrent  # noqa: F401 - its operators join the table
 from .operators import OPERATORS, RENAMED, Nodes, Tensor
 

@@ -12,7 +12,8 @@ import torch
 
 from ort_trainer.artifacts.upstream.random_nodes import RandomNodes
 from ort_trainer.step import RandomInput, Step, TensorSpec, dtype_name
-from ort_trainer.step.emitter import Emitter, Names
+from ort_trainer.step.emitter import Emitter
+from ort_trainer.step.names import Names
 
 pytestmark = pytest.mark.engine
 

@@ -23,7 +23,8 @@ from ...state.state import State
 from ...step import Step
 from ...step.accumulate import ACCUMULATED, BUFFER, RESET
 from ...step.contract import IR_VERSION
-from ...step.emitter import Emitter, Names
+from ...step.emitter import Emitter
+from ...step.names import Names
 from ...step.prune import RemoveUnusedPass
 from ...upstream.checkpoint import Array
 from ...upstream.conversion import to_upstream
