@@ -12,8 +12,9 @@ import pytest
 import safetensors.numpy
 
 from ort_trainer import CheckpointError
-from ort_trainer.cli.describe import describe
+from ort_trainer.cli.describe import _CONFIGS, describe
 from ort_trainer.core.sealed import write
+from ort_trainer.optim import rules
 from ort_trainer.state import load_checkpoint_file, save_checkpoint_file
 from ort_trainer.state.training_api import read_checkpoint
 
@@ -26,7 +27,7 @@ def test_a_checkpoint(files: Path, run: Run) -> None:
     found = json.loads("\n".join(out))
     assert code == 0
     expected = {"kind": "checkpoint of ORTTrainer", "version": 2, "optimization_step": 3, "step": 3, "world_size": 1}
-    expected |= {"optimizer": "AdamOptimizer", "mixed_precision": False, "checksums": "ok", "damaged": []}
+    expected |= {"optimizer": "AdamConfig or AdamWConfig", "mixed_precision": False, "checksums": "ok", "damaged": []}
     assert {key: found[key] for key in expected} == expected
     assert sorted(found["user_dict"]) == ["best", "epoch", "name", "seen"]
     theirs = safetensors.numpy.load_file(files / "run.ortckpt")
@@ -45,7 +46,7 @@ def test_as_text(files: Path, run: Run) -> None:
     assert code == 0 and not err
     assert out[0].startswith(f"{files / 'run.ortckpt'}: checkpoint of ORTTrainer, 1")
     facts = dict(line.strip().split("  ", 1) for line in out[1 : out.index("")])
-    assert {name: value.strip() for name, value in facts.items()}["optimizer"] == "AdamOptimizer"
+    assert {name: value.strip() for name, value in facts.items()}["optimizer"] == "AdamConfig or AdamWConfig"
     assert any(
         line.split() == ["state/model/full_precision/fc1.weight", "float32", "[16,", "8]", "512", "bytes"]
         for line in out
@@ -84,7 +85,7 @@ def test_other_checkpoints(files: Path) -> None:
     theirs = describe(files / "upstream")
     assert theirs["optimizer_groups"]["group0"]["step"] == 3 and theirs["totals"]["tensors"] == 3 * len(read.parameters)
     legacy = describe(LEGACY)
-    assert (legacy["optimizer"], legacy["optimization_step"]) == ("AdamOptimizer", 4)
+    assert (legacy["optimizer"], legacy["optimization_step"]) == ("AdamConfig or AdamWConfig", 4)
     assert {"model/full_precision/fc1.bias", "optimizer/fc1.bias/Moment_1"} <= {t["name"] for t in legacy["tensors"]}
 
 
@@ -175,3 +176,10 @@ def test_a_deep_manifest_is_an_error_and_no_crash(tmp_path: Path) -> None:
         write(file, {}, {"manifest": "[" * 200_000})
     with pytest.raises(CheckpointError, match="its manifest can't be read"):
         describe(path)
+
+
+def test_optimizers_have_the_names_of_their_configs() -> None:
+    configs: dict[str, list[str]] = {}
+    for name in rules.__all__:
+        configs.setdefault(getattr(rules, name)().name, []).append(name)
+    assert {name: " or ".join(sorted(names)) for name, names in configs.items()} == _CONFIGS
