@@ -7,7 +7,6 @@ are decoded here; all others are copied unchanged. Field numbers and types are t
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +28,7 @@ from ..core.protobuf import (
     text,
     varint,
 )
+from ..core.unknown import nearest
 from ..step.contract import METADATA
 
 # Field numbers.
@@ -142,7 +142,7 @@ def _check_names(graph: _Graph, state: Iterable[str], output_names: Sequence[str
     values = graph.values()
     for name in output_names:
         if name not in values:
-            close = difflib.get_close_matches(str(name), values)
+            close = nearest(str(name), values, 3)
             raise ValueError(
                 f"the evaluation model has no value {shown(name)}"
                 + (f" (did you mean {' or '.join(map(repr, close))}?)" if close else "")

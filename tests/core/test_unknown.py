@@ -14,7 +14,7 @@ from torch import nn
 
 import ort_trainer
 from ort_trainer import ORTModule, ORTTrainer, optim
-from ort_trainer.core.unknown import explains_calls, meant
+from ort_trainer.core.unknown import explains_calls, meant, nearest
 from ort_trainer.trainer import _ELSEWHERE_IN_TRAINER
 
 MODEL, CONFIG = nn.Linear(2, 2), optim.AdamWConfig(lr=1e-3)
@@ -78,6 +78,12 @@ def test_attributes() -> None:
         _ = ort_trainer.AdamWConfig
     assert not hasattr(optim, "nothing") and not hasattr(ort_trainer, "nothing")
     assert meant("x", ["b", "a"], {}) == "there are a, b"
+
+
+def test_the_nearest_names() -> None:
+    assert nearest("Q_PORJ", ["k_proj", "q_proj", "norm"], 2) == ["q_proj", "k_proj"]
+    assert nearest("flood_fill", ["NONE", "FLOOD_FILL"]) == ["FLOOD_FILL"]
+    assert not nearest("xyzzy", ["weight"]) and not nearest("x", [])
 
 
 @pytest.mark.parametrize(
