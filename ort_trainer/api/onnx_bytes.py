@@ -24,6 +24,7 @@ from ..core.protobuf import (
     delimited,
     field,
     fields,
+    merged,
     tag,
     text,
     varint,
@@ -106,7 +107,7 @@ def inference_model(eval_model: bytes, state: Mapping[str, np.ndarray[Any, Any]]
     """
     try:
         model = list(fields(memoryview(eval_model)))
-        graph = _read_graph(b"".join(content(f) for f in delimited(memoryview(eval_model)) if f.number == _MODEL_GRAPH))
+        graph = _read_graph(merged(memoryview(eval_model), _MODEL_GRAPH) or memoryview(b""))
     except Malformed as error:
         raise ValueError(f"{_DAMAGED}{error}") from error
     if not graph.outputs:

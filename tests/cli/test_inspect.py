@@ -13,6 +13,7 @@ import safetensors.numpy
 
 from ort_trainer import CheckpointError
 from ort_trainer.cli.describe import _CONFIGS, describe
+from ort_trainer.core.protobuf import field
 from ort_trainer.core.sealed import write
 from ort_trainer.optim import rules
 from ort_trainer.state import load_checkpoint_file, save_checkpoint_file
@@ -114,6 +115,32 @@ def test_onnx_models(files: Path, name: str) -> None:
     assert {t["name"]: (t["dtype"], tuple(t["shape"]), t["bytes"]) for t in found["tensors"]} == {
         key: (value.dtype.name, value.shape, value.nbytes) for key, value in arrays.items()
     }
+
+
+def test_a_graph_in_several_parts(files: Path, tmp_path: Path) -> None:
+    """Protobuf merges them, and messages within, such as types."""
+    whole = files / "artifacts" / "eval_model.onnx"
+    model = onnx.load(whole)
+    first, second, third = onnx.ModelProto(), onnx.ModelProto(), onnx.ModelProto()
+    first.CopyFrom(model)
+    del first.graph.node[2:], first.graph.input[:], first.graph.output[:], first.graph.initializer[:]
+    second.graph.node.extend(model.graph.node[2:])
+    second.graph.initializer.extend(model.graph.initializer)
+    third.graph.input.extend(model.graph.input)
+    third.graph.output.extend(model.graph.output)
+    parts = tmp_path / "parts.onnx"
+    parts.write_bytes(b"".join(part.SerializeToString() for part in (first, second, third)))
+    assert {**describe(parts), "file": "", "bytes": 0} == {**describe(whole), "file": "", "bytes": 0}
+
+
+def test_a_type_in_several_parts(tmp_path: Path) -> None:
+    value = onnx.helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, ["n"]).SerializeToString()
+    value += onnx.helper.make_tensor_value_info("x", onnx.TensorProto.INT64, [3]).SerializeToString()
+    path = tmp_path / "model.onnx"
+    path.write_bytes(b"\x08\x09" + field(7, field(11, value)))
+    (read,) = onnx.load(path).graph.input
+    assert read.type.tensor_type.elem_type == onnx.TensorProto.INT64 and len(read.type.tensor_type.shape.dim) == 2
+    assert describe(path)["inputs"] == [{"name": "x", "dtype": "int64", "shape": ["n", 3]}]
 
 
 def test_folders(files: Path, run: Run, tmp_path: Path) -> None:
