@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .debug_files import in_requested_opset
+from .opset import in_requested_opset
 
 if TYPE_CHECKING:
     import onnx
