@@ -60,8 +60,7 @@ class Parameter:
     def _write(self, array: Array) -> None:
         """Writes a checked array."""
         with self._state.lock:
-            self._tensor.write(array)
-            self._state.missing.discard(self._name)
+            self._state.write(self._name, array)
 
     def _checked(self, value: Array | OrtValue | Parameter) -> Array:
         """Returns a value as an array of this parameter's dtype and shape."""
