@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import json
 import math
 from collections import Counter
@@ -16,6 +15,7 @@ import onnx_ir.passes.common as common_passes
 import torch
 
 from ..core.errors import ExportError, shown
+from ..core.unknown import nearest
 from ..export.onnx import OnnxModel
 from ..step.emitter import Emitter
 from ..step.names import Names
@@ -129,7 +129,7 @@ def _known(name: str, loaded: OnnxModel) -> str:
             f"also_train names {name!r}, which can't be trained: it holds integers, such as quantized weights, or a "
             "constant. Leave it out, and add an adapter to its layer"
         )
-    near = difflib.get_close_matches(name, loaded.parameters)
+    near = nearest(name, loaded.parameters, 3)
     raise ValueError(f"also_train names {name!r}, but the model has no such weight: the nearest are {near}")
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ..core.protobuf import ELEMENT_TYPES, Field, Malformed, content, decoded, fields, text, varints
+from ..core.protobuf import ELEMENT_TYPES, Field, Malformed, content, decoded, fields, merged, text, varints
 from ..step.contract import METADATA
 
 # Field numbers of onnx.proto.
@@ -19,7 +19,8 @@ _MODEL_IR_VERSION, _MODEL_PRODUCER, _MODEL_GRAPH, _MODEL_OPSET, _MODEL_METADATA 
 _GRAPH_NODE, _GRAPH_INITIALIZER, _GRAPH_INPUT, _GRAPH_OUTPUT = 1, 5, 11, 12
 _NODE_TYPE, _NODE_DOMAIN = 4, 7
 _TENSOR_DIMS, _TENSOR_TYPE, _TENSOR_NAME, _TENSOR_LOCATION = 1, 2, 8, 14
-_INFO_NAME, _INFO_TYPE, _TYPE_TENSOR, _TENSOR_SHAPE, _SHAPE_DIM, _DIM_SIZE, _DIM_NAME = 1, 2, 1, 2, 1, 1, 2
+_INFO_NAME, _INFO_TYPE, _TYPE_TENSOR, _TENSOR_ELEMENT_TYPE, _TENSOR_SHAPE = 1, 2, 1, 1, 2
+_SHAPE_DIM, _DIM_SIZE, _DIM_NAME = 1, 1, 2
 _OPSET_DOMAIN, _OPSET_VERSION, _ENTRY_KEY, _ENTRY_VALUE = 1, 2, 1, 2
 _EXTERNAL = 1
 
@@ -44,7 +45,6 @@ def describe_model(path: Path) -> dict[str, Any]:
 
 def _model(data: memoryview) -> dict[str, Any]:
     description: dict[str, Any] = {"ir_version": 0, "producer": "", "opsets": {}, "metadata": []}
-    graph: dict[str, Any] | None = None
     for part in fields(data):
         if part.number == _MODEL_IR_VERSION:
             description["ir_version"] = _number(part)
@@ -52,17 +52,16 @@ def _model(data: memoryview) -> dict[str, Any]:
             description["producer"] = decoded(content(part))
         elif part.number == _MODEL_OPSET:
             entry = content(part)
-            description["opsets"][text(entry, _OPSET_DOMAIN) or "ai.onnx"] = _first_number(entry, _OPSET_VERSION)
+            description["opsets"][text(entry, _OPSET_DOMAIN) or "ai.onnx"] = _last_number(entry, _OPSET_VERSION)
         elif part.number == _MODEL_METADATA:
             key = text(content(part), _ENTRY_KEY)
             description["metadata"].append(key)
             if key == METADATA:
                 description["artifact"] = _artifact(text(content(part), _ENTRY_VALUE))
-        elif part.number == _MODEL_GRAPH:
-            graph = _graph(content(part))
+    graph = merged(data, _MODEL_GRAPH)
     if graph is None:
         raise Malformed("it has no graph")
-    return description | graph
+    return description | _graph(graph)
 
 
 def _artifact(metadata: str) -> dict[str, Any]:
@@ -119,24 +118,25 @@ def _value(data: memoryview) -> dict[str, Any]:
     """Describes an input or output; a size is a number, a name, or None if unknown."""
     kind: str | None = None
     shape: list[int | str | None] | None = None
-    for part in (f for f in fields(data) if f.number == _INFO_TYPE):
-        for tensor in (content(f) for f in fields(content(part)) if f.number == _TYPE_TENSOR):
-            kind = _TYPES.get(_first_number(tensor, 1), (None, 0))[0]
-            for sizes in (content(f) for f in fields(tensor) if f.number == _TENSOR_SHAPE):
-                shape = [_size(content(f)) for f in fields(sizes) if f.number == _SHAPE_DIM]
+    tensor = merged(merged(data, _INFO_TYPE) or memoryview(b""), _TYPE_TENSOR)
+    if tensor is not None:
+        kind = _TYPES.get(_last_number(tensor, _TENSOR_ELEMENT_TYPE), (None, 0))[0]
+        sizes = merged(tensor, _TENSOR_SHAPE)
+        if sizes is not None:
+            shape = [_size(content(f)) for f in fields(sizes) if f.number == _SHAPE_DIM]
     return {"name": text(data, _INFO_NAME), "dtype": kind, "shape": shape}
 
 
 def _size(data: memoryview) -> int | str | None:
     """Returns the size or the name of a dimension; None if it is unknown."""
-    dimension = next(fields(data), None)
-    if dimension is None:
-        return None
-    return _number(dimension) if dimension.number == _DIM_SIZE else text(data, _DIM_NAME) or None
+    dimension = [f for f in fields(data) if f.number in (_DIM_SIZE, _DIM_NAME)][-1:]  # it has one of both
+    if dimension and dimension[0].number == _DIM_SIZE:
+        return _number(dimension[0])
+    return text(data, _DIM_NAME) or None
 
 
-def _first_number(data: memoryview, number: int) -> int:
-    return next((_number(f) for f in fields(data) if f.number == number), 0)
+def _last_number(data: memoryview, number: int) -> int:
+    return ([0] + [_number(f) for f in fields(data) if f.number == number])[-1]
 
 
 def _number(entry: Field) -> int:

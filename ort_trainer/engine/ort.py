@@ -83,10 +83,19 @@ _NO_ENGINE = """This needs ONNX Runtime, which is not installed. Install one of 
   pip install 'onnxruntime>=1.20'                the extra [stock]: any Python and platform"""
 
 
+@functools.cache
+def _installed_package() -> Path:
+    spec = importlib.util.find_spec("onnxruntime")
+    if spec is None or spec.origin is None:
+        raise LookupError("onnxruntime")  # not in the cache: a notebook may install it later
+    return Path(spec.origin).parent
+
+
 def _package() -> Path | None:
     """Returns the folder of the ``onnxruntime`` module; None if it is not installed."""
-    spec = importlib.util.find_spec("onnxruntime")
-    return None if spec is None or spec.origin is None else Path(spec.origin).parent
+    with contextlib.suppress(LookupError):
+        return _installed_package()
+    return None
 
 
 def _distributions(package: Path) -> list[str]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..engine.ort import require_onnx
-from .debug_files import in_requested_opset
+from .opset import in_requested_opset
 
 if TYPE_CHECKING:
     import onnx

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import importlib.util
 import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -107,3 +109,13 @@ def test_flavours(
     warned = [str(warning.message) for warning in recwarn if "overwrite" in str(warning.message)]
     assert bool(warned) == (len(flavours) > 1)
     assert all(", ".join(flavours) in text for text in warned)
+
+
+def test_the_search_for_the_package_is_repeated_only_while_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    specs = iter([None, SimpleNamespace(origin=str(ROOT / "onnxruntime" / "__init__.py"))])
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: next(specs))
+    installed._installed_package.cache_clear()
+    try:
+        assert [installed._package() for _ in range(3)] == [None, ROOT / "onnxruntime", ROOT / "onnxruntime"]
+    finally:
+        installed._installed_package.cache_clear()
