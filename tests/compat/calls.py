@@ -605,6 +605,7 @@ def profiles(world: World) -> None:
     options.enable_profiling = True
     options.profile_file_prefix = str(world.folder / "profile")
     profiled = resolve(SESSION)(exported(), world.parameters, options)
+    assert profiled.get_session_options() is options
     profiled.run(None, world.feed)
     assert profiled.get_profiling_start_time_ns() > 0 and "kernel_time" in Path(profiled.end_profiling()).read_text()
 
