@@ -64,22 +64,22 @@ def has_adapter(model: ir.Model) -> bool:
     return _KEY in model.metadata_props
 
 
-def adapter_of(model: ir.Model, what: str = "the model") -> Adapter:
+def adapter_of(model: ir.Model) -> Adapter:
     """Returns what an adapted model says of its adapter.
 
     Raises:
         ValueError: If it has none, or its metadata are damaged.
     """
     if not has_adapter(model):
-        raise ValueError(f"{what} has no adapter of ort_trainer.adapters: add one with add_adapter(model, LoRA(...))")
+        raise ValueError("the model has no adapter of ort_trainer.adapters: add one with add_adapter(model, LoRA(...))")
     try:
         entries = json.loads(model.metadata_props[_KEY])
         layers, trained = (tuple(dict.fromkeys(map(str.__str__, entries[key]))) for key in ("layers", "trained"))
         return Adapter(LoRA(**entries["lora"]), layers, trained)
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(
-            f"the metadata {_KEY!r} of {what} are damaged ({shown(error)}): add the adapter to its base again, or load "
-            "it with load_adapter"
+            f"the metadata {_KEY!r} of the model are damaged ({shown(error)}): add the adapter to its base again, or "
+            "load it with load_adapter"
         ) from error
 
 

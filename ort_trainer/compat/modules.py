@@ -12,8 +12,6 @@ from typing import Any
 
 from ..engine.ort import has_training, process_undisturbed
 
-__all__ = ["is_changed", "module_named", "put_in_place", "restore", "set_name"]
-
 _ABSENT = object()
 # For undoing: (module or class, name, previous value), and the names of modules that were created.
 _changed: list[tuple[Any, str, Any]] = []

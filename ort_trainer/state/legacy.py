@@ -21,7 +21,7 @@ import numpy as np
 
 from ..core.errors import CheckpointError, shown
 from ..core.foreign import is_hdf5
-from ..core.forked import forked
+from ..core.forked import end, forked
 from ..core.optimizer_keys import UPDATE_COUNT
 
 StateDict = dict[str, Any]
@@ -345,28 +345,21 @@ def _rehearse(function: Callable[[], object], size: int, name: str) -> None:
 
 def _wait(child: int, seconds: float) -> int | None:
     """Returns a child's exit code, negative for a signal; kills it after a timeout and returns None."""
-    end, pause = time.monotonic() + seconds, 0.001
+    latest, pause = time.monotonic() + seconds, 0.001
     try:
         while True:
             done, status = os.waitpid(child, os.WNOHANG)
             if done:
                 return os.waitstatus_to_exitcode(status)
-            if time.monotonic() > end:
+            if time.monotonic() > latest:
                 break
             time.sleep(pause)
             pause = min(2 * pause, 0.05)
     except BaseException:
-        _kill(child)
+        end(child)
         raise
-    _kill(child)
+    end(child)
     return None
-
-
-def _kill(child: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(child, signal.SIGKILL)
-    with contextlib.suppress(ChildProcessError):
-        os.waitpid(child, 0)
 
 
 def _bound(memory: int, seconds: int) -> None:

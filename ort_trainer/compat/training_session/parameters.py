@@ -19,20 +19,6 @@ from ...optim import OptimizerConfig
 from ...optim.rules import CONFIGS
 from ...trainer import ORTTrainer
 
-__all__ = [
-    "TrainingParameters",
-    "check_rate_name",
-    "fallback_providers",
-    "feed_of",
-    "former_options",
-    "frozen_of",
-    "number_of",
-    "optimizer_of",
-    "options_of",
-    "providers_of",
-    "state_to_begin_with",
-]
-
 
 @dataclass
 class TrainingParameters:
