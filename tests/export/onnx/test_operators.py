@@ -24,6 +24,14 @@ VECTOR4 = "s = Constant<value_floats=[1.,2.,3.,4.]>()\n "
 
 # y = f(p) in ONNX's text form, and in PyTorch.
 CASES: dict[str, tuple[str, Function]] = {
+    "LRN": ("y = LRN<size=3,alpha=0.5>(p)", lambda p: F.local_response_norm(p, 3, alpha=0.5)),
+    "Erf": ("y = Erf(p)", torch.erf),
+    "Slice": (
+        "a = Constant<value_ints=[3]>()\n b = Constant<value_ints=[0]>()\n c = Constant<value_ints=[2]>()\n "
+        "d = Constant<value_ints=[-2]>()\n y = Slice(p, a, b, c, d)",
+        lambda p: p[:, :, [3, 1]],
+    ),
+    "Mish": ("y = Mish(p)", F.mish),
     "Clip": ("l = Constant<value_float=0.3>()\n y = Clip(p, l)", lambda p: p.clip(0.3)),
     "Gather": ("a = Constant<value_ints=[0,2,0]>()\n y = Gather<axis=1>(p, a)", lambda p: p[:, [0, 2, 0]]),
     "GatherND": (
