@@ -82,7 +82,7 @@ _ELSEWHERE = {
 }
 # A second distribution of ONNX Runtime would overwrite files of the first.
 _BESIDE_ENGINE = """, and keep the ONNX Runtime that is there:
-  pip install 'ort_trainer[trainer]'"""
+  pip install 'ort_trainer[onnx]'"""
 
 
 def __getattr__(name: str) -> Any:

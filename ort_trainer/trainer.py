@@ -14,8 +14,9 @@ from torch import nn
 from .amp import LossScaler
 from .core.errors import CheckpointError, shown
 from .core.report import Report
-from .core.unknown import explains_calls
+from .core.unknown import explains_calls, meant
 from .distributed import launch
+from .engine.ort import require_onnx
 from .export import loss_function
 from .export.torch import LossFunction
 from .optim import OptimizerConfig
@@ -56,6 +57,20 @@ _ELSEWHERE_IN_FIT = {
     **dict.fromkeys(("eval_steps", "val_check_interval"), "eval_every"),
     **dict.fromkeys(("logger", "loggers"), "callbacks"),
     **dict.fromkeys(("ckpt_path", "resume_from_checkpoint"), "resume"),
+}
+# What other libraries call the methods and attributes.
+_ELSEWHERE_IN_TRAINER = {
+    "train": "fit for a whole run, or train_step for a batch",
+    **dict.fromkeys(("step", "training_step", "train_batch", "train_on_batch"), "train_step"),
+    **dict.fromkeys(("evaluate", "eval", "validate", "test", "evaluation_step", "validation_step"), "eval_step"),
+    "backward": "forward_backward",
+    "zero_grad": "lazy_reset_grad",
+    **dict.fromkeys(("save", "save_state", "save_model"), "save_checkpoint, or save_as_onnx for an ONNX file"),
+    **dict.fromkeys(("load", "load_state", "load_model", "resume", "restore"), "load_checkpoint"),
+    **dict.fromkeys(("export", "to_onnx", "export_onnx"), "save_as_onnx, or export_artifacts for devices"),
+    **dict.fromkeys(("parameters", "named_parameters"), "model.named_parameters, or get_parameter for one"),
+    "scheduler": "lr_scheduler",
+    **dict.fromkeys(("args", "config"), "options"),
 }
 _NO_COPY = (
     "an ORTTrainer can't be copied or pickled, because it owns sessions of ONNX Runtime: create another one with the "
@@ -438,6 +453,7 @@ class ORTTrainer:
             ExportError: If the model has no graph of ONNX's own operators.
             TypeError, FileNotFoundError, NotADirectoryError: If the folder is invalid.
         """
+        require_onnx()
         from .artifacts.export import export_artifacts  # here, because it imports onnx
 
         export_artifacts(
@@ -766,6 +782,15 @@ class ORTTrainer:
         precision = self.options.mixed_precision
         dtype = f" in {precision.dtype}" if precision.enabled else ""
         return f"<ORTTrainer of {self._loop.source.name}: {self._loop.info.step} steps{dtype}{kernels}>"
+
+    if not TYPE_CHECKING:  # so that type checkers report unknown attributes
+
+        def __getattr__(self, name: str) -> Any:
+            if name.startswith("_") or hasattr(type(self), name):  # or the error is from inside a property
+                return super().__getattribute__(name)
+            known = [each for each in dir(self) if not each.startswith("_")]
+            hint = meant(name, known, _ELSEWHERE_IN_TRAINER)
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}: {hint}")
 
     # copy and pickle both call this.
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -70,7 +70,7 @@ def test_without_a_package_the_error_says_what_to_install(missing: str, use: str
     said = run(program)
     assert said.startswith(f"{missing} ort_trainer.ORTTrainer needs {missing}, which is not installed. Install it, and")
     # A second engine would overwrite files of the first.
-    assert re.findall(r"ort_trainer\[\w+\]", said) == ["ort_trainer[trainer]"]
+    assert re.findall(r"ort_trainer\[\w+\]", said) == ["ort_trainer[onnx]"]
     assert said.endswith("CheckpointError\n")
     said = run(
         program.replace("import ort_trainer\n", "import ort_trainer\n        sys.modules['onnxruntime'] = None\n", 1)

@@ -588,3 +588,4 @@ def test_contrib_ops_are_refused_where_they_are_not_wanted() -> None:
     assert refused.session is None
     plain = mlp_trainer({"_internal_use": {"enable_onnx_contrib_ops": False}})
     assert not torch.equal(plain.eval_step(x, y)[0], wanted)
+    plain.train_step(x, y)  # on PyTorch's kernels, which have no such operators

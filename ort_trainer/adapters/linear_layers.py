@@ -11,7 +11,7 @@ import onnx_ir as ir
 
 from ..core.sealed import digest
 from ..export.onnx import FOLDED_FROM, float_name
-from ..step.emitter import Names
+from ..step.names import Names
 from ..step.onnx_file import corruption_reported
 
 _STANDARD = ("", "ai.onnx")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..core.errors import check_count, shown, warn
+from ..core.unknown import nearest
 
 # The last parts of the paths of layers that make queries, keys and values, in the model families of transformers.
 _ATTENTION = {
@@ -158,6 +158,6 @@ def _nearest(targets: Iterable[str], names: Mapping[str, Sequence[str]]) -> str:
         return "The model has no linear layer (MatMul, Gemm or MatMulNBits with a weight). "
     ends = list(dict.fromkeys(layer.rpartition(".")[2] for layer in names))
     every = [*(name for of_layer in names.values() for name in of_layer), *ends]
-    near = dict.fromkeys(n for target in targets for n in difflib.get_close_matches(target, every, _NEAREST))
+    near = dict.fromkeys(n for target in targets for n in nearest(target, every, _NEAREST))
     names_of_layers = f"The nearest are {list(near)}" if near else f"The model has {shown(ends)}"
     return f"{names_of_layers}. Use paths or last parts of them, a regular expression, 'attention' or 'linear'. "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import json
 import math
 from collections import Counter
@@ -16,8 +15,10 @@ import onnx_ir.passes.common as common_passes
 import torch
 
 from ..core.errors import ExportError, shown
+from ..core.unknown import nearest
 from ..export.onnx import OnnxModel
-from ..step.emitter import Emitter, Names
+from ..step.emitter import Emitter
+from ..step.names import Names
 from ..step.onnx_file import WEIGHTS, recorded_weights
 from .linear_layers import LinearLayer, linear_layers
 from .lora import LoRA
@@ -63,22 +64,22 @@ def has_adapter(model: ir.Model) -> bool:
     return _KEY in model.metadata_props
 
 
-def adapter_of(model: ir.Model, what: str = "the model") -> Adapter:
+def adapter_of(model: ir.Model) -> Adapter:
     """Returns what an adapted model says of its adapter.
 
     Raises:
         ValueError: If it has none, or its metadata are damaged.
     """
     if not has_adapter(model):
-        raise ValueError(f"{what} has no adapter of ort_trainer.adapters: add one with add_adapter(model, LoRA(...))")
+        raise ValueError("the model has no adapter of ort_trainer.adapters: add one with add_adapter(model, LoRA(...))")
     try:
         entries = json.loads(model.metadata_props[_KEY])
         layers, trained = (tuple(dict.fromkeys(map(str.__str__, entries[key]))) for key in ("layers", "trained"))
         return Adapter(LoRA(**entries["lora"]), layers, trained)
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(
-            f"the metadata {_KEY!r} of {what} are damaged ({shown(error)}): add the adapter to its base again, or load "
-            "it with load_adapter"
+            f"the metadata {_KEY!r} of the model are damaged ({shown(error)}): add the adapter to its base again, or "
+            "load it with load_adapter"
         ) from error
 
 
@@ -128,7 +129,7 @@ def _known(name: str, loaded: OnnxModel) -> str:
             f"also_train names {name!r}, which can't be trained: it holds integers, such as quantized weights, or a "
             "constant. Leave it out, and add an adapter to its layer"
         )
-    near = difflib.get_close_matches(name, loaded.parameters)
+    near = nearest(name, loaded.parameters, 3)
     raise ValueError(f"also_train names {name!r}, but the model has no such weight: the nearest are {near}")
 
 

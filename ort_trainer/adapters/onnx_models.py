@@ -15,7 +15,7 @@ import torch
 from ..core.errors import was_given
 from ..export.onnx import OnnxModel, load_onnx_model
 from ..export.onnx.write import with_weights
-from ..step.emitter import Names
+from ..step.names import Names
 from ..step.onnx_file import corruption_reported
 
 

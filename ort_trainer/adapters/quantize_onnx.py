@@ -11,7 +11,8 @@ import onnx_ir as ir
 import onnx_ir.passes.common as common_passes
 
 from ..core.quantized import int4_blocks, int8_rows
-from ..step.emitter import Emitter, Names
+from ..step.emitter import Emitter
+from ..step.names import Names
 from ..step.onnx_file import to_proto
 from .linear_layers import LinearLayer, linear_layers, read_by_layers_alone
 from .lora_nodes import has_adapter

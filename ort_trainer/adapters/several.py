@@ -6,12 +6,12 @@ import copy
 from typing import Any
 
 from ..core.errors import was_given
-from ..core.named_states import NamedStates
+from ..core.named_adapters import NamedAdapters
 from ..trainer import ORTTrainer
 from .lora_nodes import initial_factor
 
 
-class Adapters(NamedStates[dict[str, Any]]):
+class Adapters(NamedAdapters[dict[str, Any]]):
     """Several adapters over one base, of which a trainer trains one at a time; the others wait in memory.
 
     An adapter is everything that the trainer trains, with its moments and counts of updates. All have the same layers

@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import os
 
-from ..core.named_states import NamedStates
+from ..core.named_adapters import NamedAdapters
 from ..state.state import State
 from ..state.training_api import read_checkpoint, write_checkpoint
 from .checkpoint_state import CheckpointState, state_of
 
 
-class Adapters(NamedStates[State]):
+class Adapters(NamedAdapters[State]):
     """Several adapters over one base, of which one is trained at a time; the others wait in memory.
 
     An adapter is all parameters that are trained, with the optimizer's moments and counts. Frozen parameters, running

@@ -11,6 +11,7 @@ import numpy as np
 
 from ..core.errors import shown, warn
 from ..core.foreign import UPSTREAM, is_upstream_checkpoint
+from ..core.unknown import nearest
 from ..engine.ort import OrtValue
 from ..state.state import Array, State, Value
 from ..state.training_api import from_bytes, read_checkpoint, to_bytes, write_checkpoint
@@ -59,8 +60,7 @@ class Parameter:
     def _write(self, array: Array) -> None:
         """Writes a checked array."""
         with self._state.lock:
-            self._tensor.write(array)
-            self._state.missing.discard(self._name)
+            self._state.write(self._name, array)
 
     def _checked(self, value: Array | OrtValue | Parameter) -> Array:
         """Returns a value as an array of this parameter's dtype and shape."""
@@ -377,9 +377,7 @@ def _to_array(value: object, what: str) -> Array:
 
 def _unknown(kind: str, name: object, names: Collection[str]) -> KeyError:
     """Returns an error that suggests similar names, or lists all of them."""
-    import difflib  # takes two milliseconds to import, and only errors need it
-
-    close = difflib.get_close_matches(name, names, cutoff=0.5) if isinstance(name, str) else []
+    close = nearest(name, names, 3) if isinstance(name, str) else []
     existing = f"known are {shown(list(names))}" if names else "none exist yet"
     hint = f"did you mean {' or '.join(map(repr, close))}?" if close else existing
     return KeyError(f"unknown {kind} {name!r}: {hint}")

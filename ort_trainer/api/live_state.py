@@ -95,6 +95,7 @@ class LiveState:
             window=checkpoint.window,
             trainer_options=checkpoint.trainer_options,
         )
+        self._base = ""  # the digest of all that is frozen, once it has been needed
         self._in_use = False
         self.lock = turns()
 
@@ -167,6 +168,7 @@ class LiveState:
             raise CheckpointError(f"{self.name} {what}: {unknown}, which {model_name} needs, are missing")
         if isinstance(model, Step):
             self.statistics = {*(self.statistics or ()), *model.buffer_updates}
+            self._base = ""  # these are no part of it
 
     def prepare_gradients(self, names: Iterable[str]) -> None:
         """Sets missing gradients to zeros."""
@@ -244,7 +246,6 @@ class LiveState:
         """
         self.require_values()
         whole = self.to_checkpoint(include_optimizer_state=True)
-        base = {**whole.parameters, **whole.buffers}
         return State(
             {name: whole.parameters[name].copy() for name in self.trainable},
             list(self.trainable),
@@ -252,9 +253,16 @@ class LiveState:
             if whole.optimizer is None
             else {key: value.copy() for key, value in whole.optimizer.items()},
             learning_rates=list(self.learning_rates),
-            properties={BASE: digest((name, as_stored(np.asarray(base[name], order="C"))) for name in self.frozen)},
+            properties={BASE: self._digest()},
             export=self.export,
         )
+
+    def _digest(self) -> str:
+        """Returns a digest of all that is frozen."""
+        if not self._base:
+            arrays = ((name, self.values[name].view()) for name in self.frozen)
+            self._base = digest((name, as_stored(np.asarray(array, order="C"))) for name, array in arrays)
+        return self._base
 
     def check_adapter(self, adapter: State, name: str) -> None:
         """Checks that an adapter fits these models and this base.
@@ -262,13 +270,13 @@ class LiveState:
         Raises:
             ValueError: If it does not.
         """
-        present = self.adapter()
-        if adapter.nominal or _specs(adapter.parameters) != _specs(present.parameters):
+        trained = {name: self.values[name] for name in self.trainable}
+        if adapter.nominal or _specs(adapter.parameters) != _specs(trained):
             raise ValueError(
                 f"{name} is no adapter of these models: it has {shown(list(adapter.parameters))}, and what is trained "
                 f"is {shown(list(self.trainable))}. Adapters.save(name, path) writes one"
             )
-        if (adapter.export, adapter.properties.get(BASE)) != (self.export, present.properties[BASE]):
+        if (adapter.export, adapter.properties.get(BASE)) != (self.export, self._digest()):
             raise ValueError(
                 f"{name} is an adapter of another base: load it with the models and the checkpoint that it was trained "
                 "on"
@@ -393,9 +401,15 @@ class LiveState:
         for name in self.names(trainable_only):
             tensor = self.values[name]
             size = int(np.prod(tensor.shape, dtype=np.int64))
-            tensor.write(flat[start : start + size])
-            self.missing.discard(name)
+            self.write(name, flat[start : start + size])
             start += size
+
+    def write(self, name: str, array: Array) -> None:
+        """Sets the values of a parameter from an array of the right size and type."""
+        self.values[name].write(array)
+        self.missing.discard(name)
+        if name not in self.trainable:
+            self._base = ""
 
 
 def _taken(arrays: dict[str, Array]) -> dict[str, StateTensor]:
@@ -404,7 +418,7 @@ def _taken(arrays: dict[str, Array]) -> dict[str, StateTensor]:
     return {name: StateTensor(arrays.pop(name), CPU) for name in names}
 
 
-def _specs(arrays: Mapping[str, Array]) -> dict[str, tuple[str, tuple[int, ...]]]:
+def _specs(arrays: Mapping[str, Array | StateTensor]) -> dict[str, tuple[str, tuple[int, ...]]]:
     return {name: (str(array.dtype), array.shape) for name, array in arrays.items()}
 
 

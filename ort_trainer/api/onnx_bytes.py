@@ -7,7 +7,6 @@ are decoded here; all others are copied unchanged. Field numbers and types are t
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,10 +24,12 @@ from ..core.protobuf import (
     delimited,
     field,
     fields,
+    merged,
     tag,
     text,
     varint,
 )
+from ..core.unknown import nearest
 from ..step.contract import METADATA
 
 # Field numbers.
@@ -106,7 +107,7 @@ def inference_model(eval_model: bytes, state: Mapping[str, np.ndarray[Any, Any]]
     """
     try:
         model = list(fields(memoryview(eval_model)))
-        graph = _read_graph(b"".join(content(f) for f in delimited(memoryview(eval_model)) if f.number == _MODEL_GRAPH))
+        graph = _read_graph(merged(memoryview(eval_model), _MODEL_GRAPH) or memoryview(b""))
     except Malformed as error:
         raise ValueError(f"{_DAMAGED}{error}") from error
     if not graph.outputs:
@@ -142,7 +143,7 @@ def _check_names(graph: _Graph, state: Iterable[str], output_names: Sequence[str
     values = graph.values()
     for name in output_names:
         if name not in values:
-            close = difflib.get_close_matches(str(name), values)
+            close = nearest(str(name), values, 3)
             raise ValueError(
                 f"the evaluation model has no value {shown(name)}"
                 + (f" (did you mean {' or '.join(map(repr, close))}?)" if close else "")

@@ -14,7 +14,7 @@ from ..core.optimizer_keys import STEP, UPDATE_COUNT
 from ..optim.update_writer import ParameterUpdate, UpdateWriter
 from ..state.state import Array
 from ..step.contract import IR_VERSION, OptimizerModel, Slot
-from ..step.emitter import Names
+from ..step.names import Names
 
 _OPSETS = {"": 18}
 _RATES = "learning_rate"

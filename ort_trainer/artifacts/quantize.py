@@ -14,7 +14,8 @@ import onnx_ir.passes.common as common_passes
 from ..core.quantized import int4_blocks, int8_rows
 from ..state.state import Array, State
 from ..step import Step
-from ..step.emitter import Emitter, Names
+from ..step.emitter import Emitter
+from ..step.names import Names
 from .files import Described
 
 _BLOCK = 32

@@ -14,7 +14,7 @@ from ..core.indices import IndexRange
 from ..step import Step, TensorSpec
 from ..step.accumulate import ACCUMULATED, BUFFER, RESET, accumulate
 from ..step.contract import IR_VERSION
-from ..step.emitter import Names
+from ..step.names import Names
 
 # The newest opset that the oldest supported engine reads.
 _MAXIMUM_OPSET = 21

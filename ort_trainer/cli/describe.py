@@ -20,6 +20,13 @@ _CACHED = b"ort_trainer export "
 _PICKLES = (b"PK\x03\x04", b"\x80\x02", b"\x80\x04", b"\x80\x05")
 # More bytes than identify any kind of file.
 _HEAD = 32
+# Name of an optimizer in state dicts -> the configs that it may come from, in the words of a script.
+_CONFIGS = {
+    "AdamOptimizer": "AdamConfig or AdamWConfig",
+    "LambOptimizer": "LambConfig",
+    "LionOptimizer": "LionConfig",
+    "SGDOptimizer": "SGDConfig",
+}
 # Files with these suffixes should be of a known kind; if not, they are damaged.
 _ENDINGS = (".onnx", ".ortckpt", ".safetensors")
 
@@ -241,11 +248,11 @@ def _trainer_facts(manifest: Mapping[str, Any]) -> dict[str, Any]:
 def _state_facts(state: Mapping[str, Any]) -> dict[str, Any]:
     """Returns facts about a trainer's state, leaving out those that the file lacks."""
     info, options, window = (_dict(state.get(key)) for key in ("train_step_info", "trainer_options", "window"))
-    scaler = _dict(state.get("loss_scaler"))
+    scaler, optimizer = _dict(state.get("loss_scaler")), options.get("optimizer_name")
     facts = {
         "optimization_step": info.get("optimization_step"),
         "step": info.get("step"),
-        "optimizer": options.get("optimizer_name"),
+        "optimizer": _CONFIGS.get(optimizer, optimizer) if isinstance(optimizer, str) else optimizer,
         "mixed_precision": options.get("mixed_precision"),
         "world_size": options.get("world_size"),
         "zero_stage": options.get("zero_stage"),

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import textwrap
 from typing import TYPE_CHECKING, Any
 
+from ..core.unknown import nearest
 from .output import OK, WRONG_USAGE, complain, say, say_facts, say_json, say_table
 
 if TYPE_CHECKING:
@@ -54,10 +54,9 @@ def _is_meant(option: ListedOption, key: str) -> bool:
 def _close(all_options: list[ListedOption], key: str) -> str:
     """Returns a hint with similar keys, compared by their last part too, which is what people remember."""
     keys = [option.key for option in all_options]
-    matches = difflib.get_close_matches(key, keys, n=3)
-    last = key.rpartition(".")[2]
-    matches += [name for name in keys if difflib.SequenceMatcher(None, name.rpartition(".")[2], last).ratio() > 0.75]
-    matches = list(dict.fromkeys(matches))[:3]
+    ends = {name.rpartition(".")[2]: name for name in keys}
+    by_end = [ends[end] for end in nearest(key.rpartition(".")[2], ends, 3)]
+    matches = list(dict.fromkeys([*nearest(key, keys, 3), *by_end]))[:3]
     return f" (did you mean {' or '.join(matches)}?)" if matches else ": 'ort-trainer options' lists all options"
 
 

@@ -25,26 +25,30 @@ def install() -> None:
         >>> ort_trainer.compat.install()
         >>> from onnxruntime.training import ORTTrainer, ORTTrainerOptions, optim
     """
-    if importlib.util.find_spec("torch") is None:
-        from .modules import module_named
+    from .modules import is_changed, module_named, put_in_place
 
-        module_named("onnxruntime")  # imports it with the precautions, before the next line does so without
-        from .training_api import install_alone
+    if is_changed():
+        return
+    try:
+        if importlib.util.find_spec("torch") is None:
+            module_named("onnxruntime")  # imports it with the precautions, before the next line does so without
+            from .training_api import training_api_names
 
-        install_alone()
-    else:
-        from .registry import install_all
+            put_in_place(training_api_names())
+        else:
+            from .registry import install_all
 
-        install_all()
+            install_all()
+    except BaseException:
+        uninstall()
+        raise
 
 
 def uninstall() -> None:
     """Undoes :func:`install`: removes the modules that it created, and restores the names that it set."""
-    if f"{__name__}.registry" in sys.modules:
-        from .registry import uninstall_all
+    from .modules import restore
 
-        uninstall_all()
-    else:
-        from .modules import restore
-
-        restore()
+    restore()
+    options = sys.modules.get(f"{__name__}.options")  # which needs torch
+    if options is not None:
+        options.device_defaults.clear()

@@ -92,7 +92,8 @@ def experimental_save_checkpoint(
         include_optimizer_state: Whether to write moments, too.
     """
     _deprecated("experimental_save_checkpoint", "ORTTrainer.save_checkpoint")
-    save_in_folder(ort_trainer, checkpoint_dir, checkpoint_prefix, checkpoint_state_dict, include_optimizer_state)
+    path = checkpoint_file(checkpoint_dir, checkpoint_prefix, overwriting=True)
+    ort_trainer.save_checkpoint(path, checkpoint_state_dict, include_optimizer_state, overwrite=True)
 
 
 def experimental_load_checkpoint(
@@ -114,22 +115,15 @@ def experimental_load_checkpoint(
         CheckpointError: If it is damaged, or a pickle that the legacy functions wrote.
     """
     _deprecated("experimental_load_checkpoint", "ORTTrainer.load_checkpoint")
-    return load_from_folder(ort_trainer, checkpoint_dir, checkpoint_prefix, strict)
+    return ort_trainer.load_checkpoint(checkpoint_file(checkpoint_dir, checkpoint_prefix), strict=strict)
 
 
-def save_in_folder(
-    trainer: ORTTrainer, folder: Folder, prefix: str, values: Mapping[str, Any] | None, include_optimizer_state: bool
-) -> None:
-    """Writes the checkpoint that :func:`load_from_folder` reads."""
+def checkpoint_file(folder: Folder, prefix: str, overwriting: bool = False) -> Path:
+    """Returns the file of a checkpoint; warns if one that exists is to be overwritten."""
     path = Path(folder) / f"{prefix}.ort.pt"
-    if path.exists():
+    if overwriting and path.exists():
         warnings.warn(f"{path} already exists, overwriting.", UserWarning, stacklevel=3)
-    trainer.save_checkpoint(path, values, include_optimizer_state, overwrite=True)
-
-
-def load_from_folder(trainer: ORTTrainer, folder: Folder, prefix: str, strict: bool) -> dict[str, Any]:
-    """Restores a checkpoint and returns the user's values."""
-    return trainer.load_checkpoint(Path(folder) / f"{prefix}.ort.pt", strict=strict)
+    return path
 
 
 def _deprecated(name: str, instead: str) -> None:

@@ -24,8 +24,6 @@ from ..step import Step, TensorSpec
 from ..step.onnx_file import to_proto
 from ..step.prune import prune
 
-__all__ = ["GradientGraphBuilder", "export_gradient_graph"]
-
 
 class GradientGraphBuilder:
     """Adds gradients to an ONNX model, in ONNX's own operators.

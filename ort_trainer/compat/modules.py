@@ -12,8 +12,6 @@ from typing import Any
 
 from ..engine.ort import has_training, process_undisturbed
 
-__all__ = ["is_changed", "module_named", "put_in_place", "restore", "set_name"]
-
 _ABSENT = object()
 # For undoing: (module or class, name, previous value), and the names of modules that were created.
 _changed: list[tuple[Any, str, Any]] = []
@@ -156,7 +154,7 @@ def _reason(name: str) -> str:
         return (
             "torch is not installed, and without torch ort_trainer.compat.install() provides only "
             "onnxruntime.training.api, which trains from artifacts. To make artifacts or to train a model, "
-            "pip install 'ort_trainer[trainer]', which keeps the ONNX Runtime that is there"
+            "pip install 'ort_trainer[onnx]', which keeps the ONNX Runtime that is there"
         )
     if name.startswith(_REPLACED):
         return _OF_REPLACED

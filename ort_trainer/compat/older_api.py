@@ -23,7 +23,7 @@ from ..export.onnx import OnnxModel, load_onnx_model
 from ..optim.rules import CONFIGS
 from ..train.batch import Batch
 from ..train.transaction import Transaction
-from .checkpoint import Folder, load_from_folder, save_in_folder
+from .checkpoint import Folder, checkpoint_file
 from .options import ORTTrainerOptions
 from .trainer import ORTTrainer as Trainer
 from .training_session import TrainerSession
@@ -451,7 +451,8 @@ def save_checkpoint(
     if not isinstance(values, Mapping):
         raise TypeError(f"checkpoint_state_dict must be a dict or None, but {values!r} was given")
     values = {**values, _OWN_STATE: _own_state(model)}
-    save_in_folder(model.trainer, checkpoint_dir, checkpoint_prefix, values, include_optimizer_state)
+    path = checkpoint_file(checkpoint_dir, checkpoint_prefix, overwriting=True)
+    model.trainer.save_checkpoint(path, values, include_optimizer_state, overwrite=True)
 
 
 def load_checkpoint(
@@ -474,7 +475,7 @@ def load_checkpoint(
         FileNotFoundError: If the file does not exist.
         CheckpointError: If it is damaged, or a pickle that the legacy function wrote.
     """
-    values = load_from_folder(model.trainer, checkpoint_dir, checkpoint_prefix, strict)
+    values = model.trainer.load_checkpoint(checkpoint_file(checkpoint_dir, checkpoint_prefix), strict=strict)
     _restore_own_state(model, values.pop(_OWN_STATE, None))
     return values
 

@@ -23,27 +23,14 @@ from ..engine.ort import engine
 from ..options.checks import SPELLINGS
 from ..options.schema import leaves, load_schema
 
-__all__ = [
-    "ASSERTED",
-    "PROVIDER_SETTINGS",
-    "AdamConfig",
-    "LambConfig",
-    "ORTTrainerOptions",
-    "PropagateCastOpsStrategy",
-    "SGDConfig",
-    "forget_device_defaults",
-    "raising",
-    "set_cuda_device_id",
-    "set_cuda_mem_limit",
-]
-
 _LEGACY_OPSET = 14
 # Options that are refused as without effect, but ask for what happens anyway: no warning is needed.
 _HAPPENS_ANYWAY = re.compile(
     r"distributed\.allreduce_post_accumulation:|utils\.run_symbolic_shape_infer:"
     r"|graph_transformer\.propagate_cast_ops_config\.strategy:.*'NONE'"
 )
-_device_defaults: dict[str, Any] = {}
+device_defaults: dict[str, Any] = {}
+"""What :func:`set_cuda_mem_limit` and :func:`set_cuda_device_id` have set, for later options."""
 
 
 class PropagateCastOpsStrategy(IntEnum):
@@ -100,14 +87,9 @@ def _set_device(function: str, option: str, number: int, default: int | str) -> 
     if number < 0:
         raise ValueError(f"{function}() takes an int of at least 0, but {number} was given")
     if torch.cuda.is_available():
-        _device_defaults[option] = default
+        device_defaults[option] = default
     elif number:
         warn(f"{function}({number}) has no effect: there is no CUDA device")
-
-
-def forget_device_defaults() -> None:
-    """Undoes :func:`set_cuda_mem_limit` and :func:`set_cuda_device_id`."""
-    _device_defaults.clear()
 
 
 def _provider_setting(name: str, *values: object) -> Callable[[Any], None]:
@@ -145,7 +127,7 @@ def _with_legacy_defaults(options: Any) -> Any:
     float16; and :func:`set_cuda_mem_limit` and :func:`set_cuda_device_id` set the memory limit and the device.
     """
     options = {} if options is None else options
-    defaults: dict[str, dict[str, Any]] = {"utils": {"share_weights": False}, "device": _device_defaults}
+    defaults: dict[str, dict[str, Any]] = {"utils": {"share_weights": False}, "device": device_defaults}
     precision = options.get("mixed_precision") if isinstance(options, Mapping) else None
     if isinstance(precision, Mapping) and precision.get("enabled"):
         defaults["mixed_precision"] = {"dtype": "float16"}

@@ -20,8 +20,6 @@ from ..train.transaction import in_transaction
 from .options import ASSERTED, ORTTrainerOptions, raising
 from .training_session import TrainerSession
 
-__all__ = ["ORTTrainer", "TrainingSession"]
-
 
 class _Input(NamedTuple):
     """An input, as legacy described it once it knew the dtype."""

@@ -10,9 +10,6 @@ from typing import Any
 
 from .. import api
 from ..api.live_state import LiveState
-from .modules import is_changed, put_in_place, restore
-
-__all__ = ["install_alone", "training_api_names"]
 
 _PACKAGE = "onnxruntime.training.api"
 _PUBLIC = ("CheckpointState", "LinearLRScheduler", "Module", "Optimizer")
@@ -67,14 +64,3 @@ def training_api_names() -> dict[str, dict[str, Any]]:
         module: {name: _WITH_PAIRS.get(name) or getattr(api, name) for name in names}
         for module, names in modules.items()
     }
-
-
-def install_alone() -> None:
-    """Sets the names of the training API, and nothing that needs PyTorch."""
-    if is_changed():
-        return
-    try:
-        put_in_place(training_api_names())
-    except BaseException:
-        restore()
-        raise

@@ -116,6 +116,12 @@ def text(data: memoryview, number: int) -> str:
     return strings[-1] if strings else ""
 
 
+def merged(data: memoryview, number: int) -> memoryview | None:
+    """Returns the message in a field; None if there is none. Several ones merge into one, as for every reader."""
+    parts = [content(f) for f in delimited(data) if f.number == number]
+    return memoryview(b"".join(parts)) if len(parts) > 1 else next(iter(parts), None)
+
+
 def decoded(data: memoryview) -> str:
     """Returns bytes as a str."""
     try:

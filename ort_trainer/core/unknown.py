@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
-from .signatures import signature_of
-
 _Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def nearest(name: str, known: Iterable[str], count: int = 1) -> list[str]:
+    """Returns the names that are most like one, whatever their case, the best first; none if no name resembles it.
+
+    Args:
+        name: The name.
+        known: The names that there are.
+        count: How many to return at most.
+    """
+    import difflib  # takes two milliseconds to import, and only errors need it
+
+    small = {each.lower(): each for each in known}
+    return [small[each] for each in difflib.get_close_matches(name.lower(), small, count)]
 
 
 def meant(name: str, known: Iterable[str], elsewhere: Mapping[str, str]) -> str:
@@ -21,9 +32,8 @@ def meant(name: str, known: Iterable[str], elsewhere: Mapping[str, str]) -> str:
         elsewhere: What other libraries call it -> what is written here.
     """
     known = sorted(known)
-    small = {each.lower(): each for each in known}
-    close = elsewhere.get(name) or next(iter(difflib.get_close_matches(name.lower(), small, 1, 0.7)), "")
-    return f"did you mean {small.get(close, close)}?" if close else f"there are {', '.join(known)}"
+    close = [elsewhere[name]] if name in elsewhere else nearest(name, known)
+    return f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}"
 
 
 def explains_calls(example: str, elsewhere: Mapping[str, str]) -> Callable[[_Function], _Function]:
@@ -44,6 +54,8 @@ def explains_calls(example: str, elsewhere: Mapping[str, str]) -> Callable[[_Fun
                     raise
                 what = str(error)
             name = type(self).__name__ if method.__name__ == "__init__" else f"{type(self).__name__}.{method.__name__}"
+            from .signatures import signature_of  # a slow import, which only errors need
+
             known = [*signature_of(method).parameters][1:]
             unknown = [key for key in kwargs if key not in known]
             if unknown:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import onnx
 import onnx_ir as ir
 
-from ..step.emitter import Names, infer_missing
+from ..step.emitter import infer_missing
+from ..step.names import Names
 from .ort import kernel_outputs
 
 _BFLOAT16, _BOOL, _DOUBLE, _FLOAT = ir.DataType.BFLOAT16, ir.DataType.BOOL, ir.DataType.DOUBLE, ir.DataType.FLOAT

@@ -58,6 +58,7 @@ __all__ = [
     "provider_failure",
     "providers_for",
     "require_engine",
+    "require_onnx",
     "session_options",
     "to_ort_value",
 ]
@@ -82,10 +83,19 @@ _NO_ENGINE = """This needs ONNX Runtime, which is not installed. Install one of 
   pip install 'onnxruntime>=1.20'                the extra [stock]: any Python and platform"""
 
 
+@functools.cache
+def _installed_package() -> Path:
+    spec = importlib.util.find_spec("onnxruntime")
+    if spec is None or spec.origin is None:
+        raise LookupError("onnxruntime")  # not in the cache: a notebook may install it later
+    return Path(spec.origin).parent
+
+
 def _package() -> Path | None:
     """Returns the folder of the ``onnxruntime`` module; None if it is not installed."""
-    spec = importlib.util.find_spec("onnxruntime")
-    return None if spec is None or spec.origin is None else Path(spec.origin).parent
+    with contextlib.suppress(LookupError):
+        return _installed_package()
+    return None
 
 
 def _distributions(package: Path) -> list[str]:
@@ -116,6 +126,24 @@ def require_engine() -> None:
     """
     if _package() is None:
         raise ModuleNotFoundError(_NO_ENGINE, name="onnxruntime")
+
+
+def require_onnx() -> None:
+    """Raises if the packages that read and write ONNX models are not installed.
+
+    Raises:
+        ModuleNotFoundError: If one is missing; the message has the command that installs them.
+    """
+    lacking = _lacks_onnx()
+    if lacking:
+        raise ModuleNotFoundError(f"This needs {lacking}")
+
+
+@functools.cache
+def _lacks_onnx() -> str:
+    """Returns which packages are missing that read and write ONNX models, and what to do; "" if none is."""
+    missing = [name for name in ("onnx", "onnx_ir", "onnxscript") if importlib.util.find_spec(name) is None]
+    return f"{', '.join(missing)}, not installed: pip install 'ort_trainer[onnx]'" if missing else ""
 
 
 def check_engine() -> None:
@@ -260,6 +288,8 @@ def lacks_provider(device: torch.device) -> str:
     """Returns why ONNX Runtime can't compute on a device of PyTorch; "" if it can."""
     if _package() is None:
         return "ONNX Runtime is not installed (pip install 'onnxruntime>=1.20')"
+    if _lacks_onnx():
+        return f"it needs {_lacks_onnx()}"
     if device.type == "cpu" or (device.type in _PROVIDERS and _PROVIDERS[device.type] in available_providers()):
         return ""
     lacking = _PROVIDERS.get(device.type, "an execution provider for it")

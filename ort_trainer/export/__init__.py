@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from ..core.errors import was_given
+from ..engine.ort import require_onnx
 from ..optim import OptimizerConfig
 from ..options import ORTTrainerOptions
 from .model_source import Builder, ModelSource
@@ -58,6 +59,7 @@ def model_source(
     """
     if isinstance(model, nn.Module):
         return TorchSource(model, loss_fn, optim_config, options)
+    require_onnx()
     from .onnx.source import OnnxSource, is_onnx_model  # slow to import and rarely needed
 
     if is_onnx_model(model):

@@ -40,6 +40,9 @@ class HuggingFaceTrainer(Trainer):  # type: ignore[misc] # the type checker does
     ``model_init`` are wrapped, and training arguments that do not go with graphs are refused. With ``fsdp`` each layer
     that accelerate shards is an ``ORTModule``, and PyTorch runs what lies between them.
 
+    To see what has run, print :meth:`report`. There is no ``profile`` as in ``ORTTrainer``: measure with
+    ``torch.profiler``.
+
     Args:
         model: As for ``Trainer``; None with ``model_init``.
         args: As for ``Trainer``.

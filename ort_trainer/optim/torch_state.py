@@ -1,7 +1,8 @@
 """Checks states before PyTorch's optimizers and schedules load them: they accept anything, and fail in a later step.
 
 A value must have the type and the nesting of the current one, and its numbers must be finite. Then a copy of the object
-loads the state and takes a step: an optimizer with small parameters, a schedule at each epoch that its state mentions.
+loads the state and takes a step: an optimizer with small parameters, a schedule at each epoch that its state mentions,
+and as many steps as the largest of them, up to a thousand.
 For classes of other libraries only types are compared, because their steps may have side effects.
 """
 
@@ -23,21 +24,11 @@ from ..core.errors import CheckpointError, shown
 
 # The largest number: beyond it, floats skip integers.
 _HIGHEST = 1 << 53
-# The largest integer among hyper-parameters: PyTorch allocates as many entries, as LBFGS's history_size, or iterates.
+# The largest integer among hyper-parameters and counts: PyTorch allocates as many entries, as LBFGS's history_size.
 _HIGHEST_SIZE = 1 << 20
-# How often MultiStepLR may have the same milestone.
-_HIGHEST_COUNT = 100
-# Strings that may replace each other.
-_WORDS = (
-    *({"cos", "linear"}, {"min", "max"}, {"rel", "abs"}, {"triangular", "triangular2", "exp_range"}),
-    *({"cycle", "iterations"}, {"original", "match_rms_adamw"}),
-)
+# How many steps the copy of a schedule takes from where it is.
+_LONGEST_TRIAL = 1000
 _OF_ALL_SCHEDULES = ("last_epoch", "_step_count", "base_lrs", "_last_lr")
-# Attributes of schedules that divide, or are raised to powers, at some epoch.
-_DIVISORS = (
-    *("T_0", "T_i", "T_max", "T_mult", "factor", "gamma", "power"),
-    *("start_factor", "step_ratio", "step_size", "total_iters", "total_size"),
-)
 # Attributes with the user's functions, whose own attributes may be anything.
 _FUNCTIONS = ("lr_lambdas", "_scale_fn_custom")
 
@@ -97,17 +88,18 @@ def check_schedule(scheduler: LRScheduler, state: Mapping[str, Any], groups: Seq
             check_like(_without_attributes(value), _without_attributes(current[key]), here)
         else:
             check_like(value, current[key], here, loose=not is_known and key not in _OF_ALL_SCHEDULES)
-        if is_known and key in _DIVISORS and value <= 0 < current[key]:
-            raise CheckpointError(f"{here} must be positive, but it is {shown(value)}")
     if not is_known or "_schedulers" in current:
         return
     last = state.get("total_steps", _HIGHEST)  # the last epoch of OneCycleLR, which then raises
-    if state.get("last_epoch", 0) > last:
-        raise CheckpointError(f"{where}[last_epoch] is {state['last_epoch']}, but the schedule has {last} steps")
-    # A schedule changes at epochs that its state mentions.
-    for epoch in sorted({int(number) for number in _numbers_in(state) if -1 <= number < last}):
-        error = _error_at(epoch, scheduler, state, groups)
-        if error is not None and _error_at(epoch, scheduler, current, groups) is None:
+    now = int(state.get("last_epoch", 0))
+    if now > last:
+        raise CheckpointError(f"{where}[last_epoch] is {now}, but the schedule has {last} steps")
+    # A schedule changes at epochs that its state mentions, or after as many steps.
+    epochs = {epoch for number in _numbers_in(state) for epoch in (int(number) - 1, int(number)) if -1 <= epoch < last}
+    longest = int(min(max(epochs, default=0) + 1, last - now, _LONGEST_TRIAL))
+    for epoch, steps in (*((epoch, 1) for epoch in sorted(epochs)), (now, longest)):
+        error = _error_at(epoch, steps, scheduler, state, groups)
+        if error is not None and _error_at(epoch, steps, scheduler, current, groups) is None:
             raise CheckpointError(f"{where} does not fit {type(scheduler).__name__}: {error!r}") from error
 
 
@@ -128,11 +120,8 @@ def check_groups(optimizer: torch.optim.Optimizer, groups: Sequence[Group], wher
             value, here, loose = group[key], f"{where}[{at}][{key}]", not is_known and key != "lr"
             argument = arguments.get(key) if is_known else None
             default = current[key] if argument is None or argument.default is argument.empty else argument.default
-            if argument is not None and "bool" in str(argument.annotation):
-                if not isinstance(value, bool) and (value is not None or default is not None):
-                    raise CheckpointError(f"{here} must be True or False, but it is {shown(value)}")
             # As the default is, or as the optimizer has it: Adafactor's eps is (None, 1e-3) until it is set.
-            elif _difference(value, default, here, loose, optional=True) is not None:
+            if _difference(value, default, here, loose, optional=True) is not None:
                 check_like(value, current[key], here, loose, optional=True)
             if is_known and key != "lr" and _is_scalar(default) and _is_number(value) and value < 0 <= default:
                 raise CheckpointError(f"{here} must be at least 0, but it is {shown(value)}")
@@ -199,18 +188,16 @@ def _difference(value: Any, like: Any, where: str, loose: bool, optional: bool =
     elif _is_scalar(like):
         expected = "" if _is_number(value) or (loose and _is_scalar(value)) else "a finite number"
     elif isinstance(like, str):
-        fits = isinstance(value, str) and (loose or value == like or any({value, like} <= words for words in _WORDS))
-        expected = "" if fits else f"{like!r}"
+        expected = "" if isinstance(value, str) else f"a word, such as {like!r}"
     elif like is None:
-        words = isinstance(value, str) and any(value in words for words in (*_WORDS, {"strong_wolfe"}))
-        plain = optional and (isinstance(value, bool) or _is_number(value) or words)
+        plain = optional and (isinstance(value, (bool, str)) or _is_number(value))
         expected = "" if value is None or plain else "None"
     elif isinstance(like, torch.Tensor):
         fits = isinstance(value, torch.Tensor) and (loose or value.shape == like.shape)
         expected = "" if fits else f"a tensor of shape {list(like.shape)}"
     elif isinstance(like, Counter):
         fits = isinstance(value, Mapping) and all(str(key).isdecimal() for key in value)
-        fits = fits and all(isinstance(count, int) and 0 < count <= _HIGHEST_COUNT for count in value.values())
+        fits = fits and all(isinstance(count, int) and 0 < count <= _HIGHEST_SIZE for count in value.values())
         expected = "" if fits else "a dict of counts"
     elif isinstance(like, Mapping):
         keys = {str(key): entry for key, entry in like.items()}
@@ -267,8 +254,10 @@ def _check_nested(scheduler: Any, states: Any, groups: Sequence[Group], where: s
         check_schedule(nested, state, groups, f"{where}[{at}]")
 
 
-def _error_at(epoch: int, scheduler: Any, state: Mapping[str, Any], groups: Sequence[Group]) -> Exception | None:
-    """Returns the error of a copy of a schedule that has loaded a state and steps from an epoch."""
+def _error_at(
+    epoch: int, steps: int, scheduler: Any, state: Mapping[str, Any], groups: Sequence[Group]
+) -> Exception | None:
+    """Returns the error of a copy of a schedule that has loaded a state and takes steps from an epoch."""
     owner = types.SimpleNamespace(param_groups=[dict(group) for group in groups], step=None)
     try:
         with warnings.catch_warnings():
@@ -277,7 +266,9 @@ def _error_at(epoch: int, scheduler: Any, state: Mapping[str, Any], groups: Sequ
             twin.load_state_dict(as_types_of(scheduler.state_dict(), copy.deepcopy(dict(state))))
             twin.last_epoch = epoch
             twin.step()
-        rates = [group["lr"] for group in owner.param_groups]
+            rates = [group["lr"] for group in owner.param_groups]  # later ones may well grow without bounds
+            for _ in range(steps - 1):
+                twin.step()
         return None if all(map(_is_number, rates)) else ValueError(f"the next learning rates are {shown(rates)}")
     except Exception as error:
         return error
@@ -386,7 +377,7 @@ def _shrunk(value: Any, like: Any, kind: Kind, where: str) -> Any:
         likes = [vector if getattr(entry, "ndim", 0) else 0.0 for entry in value]
         parts = enumerate(zip(value, likes, strict=True))
         return [None if part is None else _shrunk(part, its, kind, f"{where}[{at}]") for at, (part, its) in parts]
-    if value is None and where.endswith("[momentum_buffer]"):  # SGD's before its first step with momentum
+    if value is None:  # as SGD's buffer is before its first step with momentum
         return None
     if isinstance(like, torch.Tensor) and like.dim():
         sizes = dict(zip(_small(shape), shape, strict=True))

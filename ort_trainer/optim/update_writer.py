@@ -18,7 +18,8 @@ import onnx_ir.passes.common as common_passes
 from ..core.optimizer_keys import STEP, UPDATE_COUNT
 from ..step import Step
 from ..step.arithmetic import one_minus_power
-from ..step.emitter import Emitter, Names
+from ..step.emitter import Emitter
+from ..step.names import Names
 from .rule import ParameterNodes, Rule
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from difflib import get_close_matches
 from functools import reduce
 from typing import Any
 
 from ..core.errors import instead, shown
+from ..core.unknown import nearest
 from .checks import SPELLINGS
 
 # Settings of other trainers -> the options for them here.
@@ -102,9 +102,9 @@ def _value_hint(rules: Mapping[str, Any], value: Any) -> str:
         return f": {instead(value)}"
     if not isinstance(value, str) or "allowed" not in rules:
         return ""
-    allowed = {name.lower(): name for name in rules["allowed"] if _digits(name) == _digits(value)}
-    close = get_close_matches(value.lower(), allowed, 1, 0.54)  # fp32 resembles float32 by 6 / 11
-    return f": did you mean {allowed[close[0]]!r}?" if close else ""
+    allowed = [name for name in rules["allowed"] if _digits(name) == _digits(value)]
+    close = nearest(value.replace("fp", "float"), allowed)
+    return f": did you mean {close[0]!r}?" if close else ""
 
 
 def _digits(name: str) -> list[str]:
@@ -121,7 +121,7 @@ def _known_options(schema: Mapping[str, Any], path: Sequence[Any]) -> str:
         return f"did you mean {_ELSEWHERE[word]}?"
     places = {path.rpartition(".")[2]: path for path, _ in entries(schema)}
     places |= {spelling.rpartition(".")[2]: path for spelling, path in SPELLINGS.items()}
-    close = get_close_matches(word, places, 1, 0.75)
+    close = nearest(word, places)
     if close:
         place = places[close[0]]
         nested = reduce(lambda inner, name: f"{{{name!r}: {inner}}}", reversed(place.split(".")), "...")

@@ -2,32 +2,31 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from ..core.atomic import atomic_path
-from ..step.origins import Origin, parent_of
-from .figures import GraphOrigins, MeasuredStep
-from .timing import TimedRun
+from ..step.origins import FUSED, with_parents
+from .timing import MeasuredStep, Operation, TimedRun
 
 _PROCESS = 1
 _MAIN = 1
 
 
-def write_trace(path: Path, steps: Sequence[MeasuredStep], origins: GraphOrigins) -> None:
+def write_trace(path: Path, steps: Sequence[MeasuredStep]) -> None:
     """Writes a trace of steps, which contain runs of the graph, which contain modules, which contain operators.
 
     Args:
         path: The file.
         steps: The steps, whose runs have been collected.
-        origins: Origins of their graphs.
 
     Raises:
         OSError: If the file can't be written.
     """
-    events = list(_events(steps, origins))
+    events = list(_events(steps))
     first = min(event["ts"] for event in events)
     for event in events:
         event["ts"] = (event["ts"] - first) / 1000  # the format has microseconds
@@ -40,22 +39,12 @@ def write_trace(path: Path, steps: Sequence[MeasuredStep], origins: GraphOrigins
         temporary.write_text(json.dumps({"traceEvents": named + events, "displayTimeUnit": "ms"}), encoding="utf-8")
 
 
-def _event(
-    name: str, category: str, start: int, end: int, track: int = _MAIN, arguments: dict[str, Any] | None = None
-) -> dict[str, Any]:
-    return {
-        "name": name,
-        "cat": category,
-        "ph": "X",
-        "ts": start,
-        "dur": end - start,
-        "pid": _PROCESS,
-        "tid": track,
-        "args": arguments or {},
-    }
+def _event(name: str, category: str, start: int, end: int, track: int = _MAIN, **arguments: str) -> dict[str, Any]:
+    place = {"pid": _PROCESS, "tid": track}
+    return {"name": name, "cat": category, "ph": "X", "ts": start, "dur": end - start, **place, "args": arguments}
 
 
-def _events(steps: Sequence[MeasuredStep], origins: GraphOrigins) -> Iterator[dict[str, Any]]:
+def _events(steps: Sequence[MeasuredStep]) -> Iterator[dict[str, Any]]:
     """Yields the events with their times in nanoseconds, outer events before inner ones."""
     for number, step in enumerate(steps, start=1):
         yield _event(f"train_step {number}", "step", step.start, step.end)
@@ -63,57 +52,39 @@ def _events(steps: Sequence[MeasuredStep], origins: GraphOrigins) -> Iterator[di
             yield _event("set-up of the measurement, not counted", "set-up", start, end)
         for run in step.runs:
             yield _event("forward and backward pass", "run", run.start, run.end)
-            yield from _run_events(run, origins)
+            yield from _run_events(run)
         for start, end in step.updates:
             yield _event("optimizer update", "update", start, end)
 
 
-def _run_events(run: TimedRun, origins: GraphOrigins) -> Iterator[dict[str, Any]]:
-    """Yields the modules and the operators of a run; consecutive operators of a module make one event of it."""
-    graph_origins = origins.of(run.graph)
+def _run_events(run: TimedRun) -> Iterator[dict[str, Any]]:
+    """Yields the modules and the operators of a run."""
+    calls = sorted((each for each in run.operations if not each.is_part), key=lambda operation: operation.start)
     tracks: dict[int, int] = {0: _MAIN}
-    around: list[dict[str, Any]] = []
-    calls = [operation for operation in run.operations if not operation.is_part]
-    for operation in sorted(calls, key=lambda operation: operation.start):
+    for operation in calls:
         # The session's threads in order of first use; the first is the caller's.
-        track = tracks.setdefault(operation.thread, _MAIN if len(tracks) == 1 else len(tracks))
+        tracks.setdefault(operation.thread, _MAIN if len(tracks) == 1 else len(tracks))
+    yield from _module_events([operation for operation in calls if tracks[operation.thread] == _MAIN])
+    for operation in calls:
+        scopes = _scopes(operation)
+        place = {"module": operation.module or "", "pass": scopes[0]} if scopes else {}
         end = operation.start + operation.duration
-        place = graph_origins.place(operation.node, operation.step) if operation.node else None
-        if track == _MAIN:
-            yield from _enter(around, _scopes(place), operation.start)
-            for event in around:
-                event["dur"] = end - event["ts"]
-        arguments = {} if place is None else {"module": place.module, "pass": _pass(place)}
-        yield _event(operation.name, "operator", operation.start, end, track, arguments)
+        yield _event(operation.name, "operator", operation.start, end, tracks[operation.thread], **place)
 
 
-def _pass(place: Origin) -> str:
-    return "backward" if place.backward else "forward"
+def _module_events(calls: Sequence[Operation]) -> Iterator[dict[str, Any]]:
+    """Yields the passes and the modules, outermost first; consecutive operators of one make one event of it."""
+    scopes = [_scopes(operation) for operation in calls]
+    for depth in range(1, max(map(len, scopes), default=0) + 1):
+        for scope, group in itertools.groupby(range(len(calls)), key=lambda at: scopes[at][:depth]):
+            if len(scope) == depth:
+                inside = [calls[at] for at in group]
+                yield _event(scope[-1], "module", inside[0].start, inside[-1].start + inside[-1].duration)
 
 
-def _scopes(place: Origin | None) -> list[str]:
-    """Returns the scopes around a place, outermost first: the pass, and the paths of the modules."""
-    if place is None:
+def _scopes(operation: Operation) -> list[str]:
+    """Returns the scopes around an operator, outermost first: the pass, and the paths of the modules."""
+    if operation.module is None or operation.module == FUSED:
         return []
-    paths = [place.module]
-    while (above := parent_of(paths[-1])) is not None:
-        paths.append(above)
-    return [_pass(place), *filter(None, reversed(paths))]
-
-
-def _enter(around: list[dict[str, Any]], scopes: Sequence[str], start: int) -> Iterator[dict[str, Any]]:
-    """Leaves and enters scopes for the next operator; yields the events of those that it enters.
-
-    Args:
-        around: Events of the current scopes, outermost first; the list is changed here, and the caller extends the
-            events' durations.
-        scopes: The scopes of the next operator.
-        start: When it starts.
-    """
-    shared = 0
-    while shared < min(len(around), len(scopes)) and around[shared]["name"] == scopes[shared]:
-        shared += 1
-    del around[shared:]
-    for name in scopes[shared:]:
-        around.append(_event(name, "module", start, start))
-        yield around[-1]
+    paths = [path for path in with_parents(operation.module) if path]
+    return ["backward" if operation.backward else "forward", *reversed(paths)]

@@ -14,9 +14,9 @@ from ..core.atomic import check_target
 from ..core.errors import check_count, shown, warn
 from ..engine import Plan
 from .chrome_trace import write_trace
-from .figures import GraphOrigins, MeasuredStep, fill
+from .figures import fill
 from .profile import Profile
-from .timing import Timing
+from .timing import MeasuredStep, Timing
 
 Result = TypeVar("Result")
 
@@ -47,7 +47,6 @@ class Profiler:
         self._device, self._rank = device, rank
         self._timing = Timing()
         self._steps: list[MeasuredStep] = []
-        self._current = MeasuredStep(0)
 
     @property
     def finished(self) -> bool:
@@ -56,9 +55,7 @@ class Profiler:
 
     def step(self, function: Callable[[], Result]) -> Result:
         """Measures a call of a function that runs one training step."""
-        timing, step = self._timing, MeasuredStep(perf_counter_ns())
-        self._current = step
-        timing.runs, timing.set_up = step.runs, step.set_up
+        step = self._timing.step = MeasuredStep(perf_counter_ns())
         result = function()
         step.end = perf_counter_ns()
         self._steps.append(step)
@@ -67,29 +64,28 @@ class Profiler:
 
     def plan(self, plan: Plan) -> Plan:
         """Returns a plan that does the same and measures itself."""
-        return self._timing.plan(plan, self._current.start)
+        return self._timing.plan(plan)
 
     def update(self, function: Callable[..., Result], **arguments: Any) -> Result:
         """Measures a call of a function that updates the weights."""
         start = perf_counter_ns()
         result = function(**arguments)
-        self._current.updates.append((start, perf_counter_ns()))
+        self._timing.step.updates.append((start, perf_counter_ns()))
         return result
 
     def report(self) -> None:
         """Writes the trace, fills the profile and prints it."""
         self._timing.collect()
-        origins = GraphOrigins()
         remarks = []
         if self._device.type != "cpu":
             remarks.append(f"on {self._device}, the times of operators are the times to launch them")
         if self.profile.trace is not None:
             try:
-                write_trace(self.profile.trace, self._steps, origins)
+                write_trace(self.profile.trace, self._steps)
             except OSError as error:  # the training step has succeeded and must not seem to fail
                 remarks.append(f"the trace could not be written: {error}")
                 warn(f"the trace of the profile could not be written: {error}")
-        fill(self.profile, self._steps, origins, remarks)
+        fill(self.profile, self._steps, self._timing.modules, remarks)
         if not self._rank:
             print(self.profile)
 

@@ -28,6 +28,7 @@ from ..engine.programs.program import GETITEM
 from ..engine.programs.runner import ProgramRunner
 from ..engine.runner import GraphRunner, Plan, SessionRunner
 from ..step import RandomInput, Step
+from ..step.origins import FUSED, Origins
 
 if TYPE_CHECKING:
     from ..engine.ort import RunOptions
@@ -45,8 +46,9 @@ class Operation:
         name: PyTorch's or ONNX's name of the operator.
         start: When it started.
         duration: How long it took.
-        node: Name of the graph's node that it belongs to; empty for work outside the graph.
-        step: Index of the step in the node's program.
+        module: Path of the module that it belongs to, or ``FUSED``; None for work outside the graph, and in graphs
+            that know no modules.
+        backward: Whether it belongs to the backward pass.
         is_part: Whether it is part of another call of the same operator and not counted as a call.
         thread: The operating system's number of its thread; 0 for the caller's.
     """
@@ -54,8 +56,8 @@ class Operation:
     name: str
     start: int
     duration: int
-    node: str = ""
-    step: int = 0
+    module: str | None = None
+    backward: bool = False
     is_part: bool = False
     thread: int = 0
 
@@ -68,6 +70,7 @@ class TimedRun:
         graph: The graph.
         start: When it started, in nanoseconds.
         end: When it ended.
+        marks: The times that a graph of programs reads: at the start of each program, and after each step.
         operations: Its operations; available after :meth:`Timing.collect`.
         is_complete: Whether all operations are known: ONNX Runtime's profiler records at most a million events.
     """
@@ -75,61 +78,85 @@ class TimedRun:
     graph: Step
     start: int
     end: int = 0
+    marks: list[int] = field(default_factory=list)
     operations: list[Operation] = field(default_factory=list)
     is_complete: bool = False
+
+
+@dataclass
+class MeasuredStep:
+    """One training step. Times are nanoseconds of ``time.perf_counter_ns``.
+
+    Attributes:
+        start: When the step started.
+        end: When it ended.
+        runs: Its graph runs.
+        updates: Start and end of its weight updates.
+        set_up: Start and end of one-time work in it.
+    """
+
+    start: int
+    end: int = 0
+    runs: list[TimedRun] = field(default_factory=list)
+    updates: list[tuple[int, int]] = field(default_factory=list)
+    set_up: list[tuple[int, int]] = field(default_factory=list)
+
+    @property
+    def duration(self) -> int:
+        """Duration of the step without one-time work."""
+        return self.end - self.start - sum(end - start for start, end in self.set_up)
 
 
 class Timing:
     """Runs graphs and records their times.
 
     Attributes:
-        runs: The completed runs, in order. The caller replaces the list.
-        set_up: Start and end, in nanoseconds, of work that only measuring causes. The caller replaces this list, too.
+        step: The current step, which gets the runs and the work that only measuring causes.
+        folder: A folder for files of ONNX Runtime's profiler, which :meth:`collect` removes.
+        modules: Path and class name of the modules in the graphs; available after :meth:`collect`.
     """
 
     def __init__(self) -> None:
-        self.runs: list[TimedRun] = []
-        self.set_up: list[tuple[int, int]] = []
+        self.step = MeasuredStep(0)
+        self.modules: dict[str, str] = {}
         self._runners: dict[GraphRunner, _TimedRunner] = {}
         self._plans: dict[int, tuple[Plan, Plan]] = {}
-        self._folder = tempfile.mkdtemp(prefix="ort_trainer_profile_")
-        self._remove = weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
+        self.folder = tempfile.mkdtemp(prefix="ort_trainer_profile_")
+        self._remove = weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
 
-    def plan(self, plan: Plan, since: int) -> Plan:
+    def plan(self, plan: Plan) -> Plan:
         """Returns a plan for the same run that records its times here.
 
-        Args:
-            plan: From ``Executor.plan``.
-            since: When the caller began to look for the plan. For a plan that is measured for the first time,
-                everything since then is set-up, because the plan may be new.
+        If it is measured for the first time, all of the step until now is set-up, because the plan may be new.
         """
         if id(plan) not in self._plans:
             timed = self._runners.get(plan.runner)
             if timed is None:
                 kind = _TimedPrograms if isinstance(plan.runner, ProgramRunner) else _TimedSession
-                timed = self._runners[plan.runner] = kind(plan.runner, self, self._folder)
+                timed = self._runners[plan.runner] = kind(plan.runner, self)
             self._plans[id(plan)] = (
                 plan,
                 dataclasses.replace(plan, runner=timed, bindings={}, function=timed.function(plan)),
             )
-            self.set_up.append((since, perf_counter_ns()))
+            self.step.set_up.append((self.step.start, perf_counter_ns()))
         return self._plans[id(plan)][1]
 
     def collect(self) -> None:
         """Fills in the operations of all runs; afterwards no run can be measured."""
         for runner in self._runners.values():
-            runner.collect()
+            runner.collect(origins := Origins.from_text(runner.step.origins))
+            self.modules.update(origins.modules)
         self._remove()
 
 
 class _TimedRunner(GraphRunner):
     """A second runner of a graph, on the same tensors."""
 
-    def __init__(self, runner: GraphRunner, timing: Timing, folder: str) -> None:
+    def __init__(self, runner: GraphRunner, timing: Timing) -> None:
         vars(self).update(vars(runner))
         self._timing = timing
-        self._folder = folder
         self._current: TimedRun
+        self._runs: list[TimedRun] = []
         self._draw = self._timed_draw
 
     def run(
@@ -139,7 +166,8 @@ class _TimedRunner(GraphRunner):
         run = self._current = TimedRun(self.step, perf_counter_ns())
         results = super().run(plan, batch, **arguments)  # type: ignore[safe-super] # it is a mixin
         run.end = perf_counter_ns()
-        self._timing.runs.append(run)
+        self._runs.append(run)
+        self._timing.step.runs.append(run)
         return results
 
     def _timed_draw(
@@ -155,43 +183,37 @@ class _TimedRunner(GraphRunner):
         """Returns the function of a measured plan."""
         return plan.function
 
-    def collect(self) -> None:
-        """Fills in the operations of the runs."""
+    def collect(self, origins: Origins) -> None:
+        """Fills in the operations of the runs; ``origins`` are those of the graph."""
         raise NotImplementedError
+
+
+def _place(origins: Origins, node: str, step: int = 0) -> tuple[str | None, bool]:
+    """Returns the module of an operation, and whether it belongs to the backward pass."""
+    if not origins.modules:
+        return None, False
+    place = origins.place(node, step)
+    return (FUSED, False) if place is None else (place.module, place.backward)
 
 
 class _TimedPrograms(_TimedRunner, ProgramRunner):
     """Runs a graph of programs."""
 
-    def __init__(self, runner: GraphRunner, timing: Timing, folder: str) -> None:
-        super().__init__(runner, timing, folder)
-        self._marks: list[int] = []
-        self._recorded: list[tuple[TimedRun, list[int]]] = []
-
     def function(self, plan: Plan) -> Callable[..., Any]:
         """Returns the function of a measured plan."""
         timed = self.compiled(plan.results, timed=True)
-        return lambda values: timed(values, self._marks.append)
+        return lambda values: timed(values, self._current.marks.append)
 
-    def run(
-        self, plan: Plan, batch: Mapping[str, torch.Tensor], **arguments: Any
-    ) -> tuple[dict[str, torch.Tensor], Mapping[str, torch.Tensor]]:
-        """Runs the graph once; see the base class."""
-        self._marks = []
-        results = super().run(plan, batch, **arguments)
-        self._recorded.append((self._current, self._marks))
-        return results
-
-    def collect(self) -> None:
+    def collect(self, origins: Origins) -> None:
         """Fills in the operations of the runs."""
-        for run, marks in self._recorded:
-            times = iter(marks)
+        for run in self._runs:
+            times = iter(run.marks)
             for call in self.calls:
-                run.operations += _operations(call, times)
+                run.operations += _operations(call, times, origins)
             run.is_complete = True
 
 
-def _operations(call: LoadedCall, marks: Iterator[int]) -> Iterator[Operation]:
+def _operations(call: LoadedCall, marks: Iterator[int], origins: Origins) -> Iterator[Operation]:
     """Yields the operations of a call of a program, from the times at its start and after each step."""
     names: list[str] = []
     start = next(marks)
@@ -199,23 +221,23 @@ def _operations(call: LoadedCall, marks: Iterator[int]) -> Iterator[Operation]:
         is_part = target == GETITEM
         names.append(names[args[0]["v"]] if is_part else target.rpartition(".")[0])
         end = next(marks)
-        yield Operation(names[step], start, end - start, call.name, step, is_part)
+        yield Operation(names[step], start, end - start, *_place(origins, call.name, step), is_part)
         start = end
     for step, _ in call.program.results:
         # Values between programs must be contiguous; most of them already are.
         end = next(marks)
-        yield Operation("aten.contiguous", start, end - start, call.name, step)
+        yield Operation("aten.contiguous", start, end - start, *_place(origins, call.name, step))
         start = end
 
 
 class _TimedSession(_TimedRunner, SessionRunner):
     """Runs a graph of ONNX Runtime's kernels, in its own session."""
 
-    def __init__(self, runner: GraphRunner, timing: Timing, folder: str) -> None:
-        super().__init__(runner, timing, folder)
+    def __init__(self, runner: GraphRunner, timing: Timing) -> None:
+        super().__init__(runner, timing)
         options, _ = self._settings
         assert options is not None
-        with profiling(options, str(Path(folder) / f"{id(self)}")):
+        with profiling(options, str(Path(timing.folder) / f"{id(self)}")):
             self.inference_session = self._load()
         self._launches: list[tuple[int, TimedRun | None]] = []
         self._is_new = True
@@ -233,18 +255,17 @@ class _TimedSession(_TimedRunner, SessionRunner):
             start = perf_counter_ns()
             self._launches.append((start, None))
             super()._launch(binding, options)
-            self._timing.set_up.append((start, perf_counter_ns()))
+            self._timing.step.set_up.append((start, perf_counter_ns()))
         self._launches.append((perf_counter_ns(), self._current))
         super()._launch(binding, options)
 
-    def collect(self) -> None:
+    def collect(self, origins: Origins) -> None:
         """Fills in the operations of the runs from the profiler's file."""
         path = Path(self.inference_session.end_profiling())
         with contextlib.suppress(FileNotFoundError):  # nothing was recorded
-            events = json.loads(path.read_bytes())
-            self._fill(events)
+            self._fill(json.loads(path.read_bytes()), origins)
 
-    def _fill(self, events: list[dict[str, Any]]) -> None:
+    def _fill(self, events: list[dict[str, Any]], origins: Origins) -> None:
         """Fills in the operations of the runs from ONNX Runtime's events, whose times are microseconds."""
         runs = [event for event in events if event["name"] == _RUN]
         starts = [event["ts"] for event in runs]
@@ -263,7 +284,7 @@ class _TimedSession(_TimedRunner, SessionRunner):
                         str(node["args"]["op_name"]),
                         start + (node["ts"] - event["ts"]) * 1000,
                         duration * 1000,
-                        node["name"].removesuffix(_KERNEL),
+                        *_place(origins, node["name"].removesuffix(_KERNEL)),
                         thread=node["tid"],
                     )
                     for node, duration in _own_times(inside)

@@ -175,10 +175,11 @@ class Position:
     def state_dict(self) -> dict[str, Any]:
         """Returns the state for a checkpoint; with several processes, each has its own."""
         now = None if self._loading or self._random is not None else _capture(self.loader)
+        length = length_of(self.loader)
         return {
             "epoch": self.epoch,
             "batch": self.batch,
-            "batches": length_of(self.loader),
+            "batches": None if length is not None and self.batch > length else length,  # it says less than it yields
             "order": _order_of(self.loader),
             "ended": self._ended,
             "random": now if self._random is None else self._random,
@@ -233,7 +234,8 @@ class Position:
         """
         check_place(state, "the position in the data", list(_generators(self.loader)))
         now, then = length_of(self.loader), state["batches"]
-        if state["batch"] and now != then:
+        yields_more = then is None and now is not None and state["batch"] > now
+        if state["batch"] and now != then and not yields_more:
             raise ValueError(
                 f"the checkpoint was saved in the middle of an epoch of {then} batches, but the loader has {now}: "
                 f"resume with the same data and batch size, {_WAY_OUT}"

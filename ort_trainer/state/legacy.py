@@ -11,7 +11,6 @@ import math
 import os
 import signal
 import sys
-import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -21,7 +20,7 @@ import numpy as np
 
 from ..core.errors import CheckpointError, shown
 from ..core.foreign import is_hdf5
-from ..core.forked import forked
+from ..core.forked import end, forked
 from ..core.optimizer_keys import UPDATE_COUNT
 
 StateDict = dict[str, Any]
@@ -41,6 +40,7 @@ _SECONDS = 5
 _BYTES_PER_SECOND = 20 << 20
 # Bound on wall-clock time, because a waiting child uses no CPU time.
 _LONGEST_WAIT = 60
+_TIMEOUTS = ("SIGXCPU", "SIGALRM", "SIGKILL")
 
 
 def is_legacy_file(path: Path) -> bool:
@@ -326,57 +326,37 @@ def _rehearse(function: Callable[[], object], size: int, name: str) -> None:
             function()
         except BaseException as error:
             problem = str(error) if isinstance(error, CheckpointError) else repr(error)
-            # Less than a pipe holds, because the parent reads only after this process has ended.
             os.write(writer, problem.encode(errors="replace")[:4000])
             raise
 
     child, reader = forked(work)
-    with os.fdopen(reader, "rb") as stream:
-        status = _wait(child, _LONGEST_WAIT + 2 * seconds)
-        if status == 0:
-            return
-        problem = stream.read().decode(errors="replace")
-    if status is None or -status in (getattr(signal, "SIGXCPU", 0), signal.SIGKILL):
-        problem = f"reading it takes more than {seconds} seconds, too long for its size"
-    elif status < 0:
-        problem = f"reading it crashes the process ({signal.Signals(-status).name})"
+    try:
+        with os.fdopen(reader, "rb") as stream:
+            problem = stream.read().decode(errors="replace")  # until the child ends
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    except BaseException:
+        end(child)
+        raise
+    if status == 0:
+        return
+    if status < 0:
+        death = signal.Signals(-status).name
+        takes_long = f"reading it takes more than {seconds} seconds, too long for its size"
+        problem = takes_long if death in _TIMEOUTS else f"reading it crashes the process ({death})"
     raise CheckpointError(problem if name in problem else f"{name} is damaged: {problem}")
 
 
-def _wait(child: int, seconds: float) -> int | None:
-    """Returns a child's exit code, negative for a signal; kills it after a timeout and returns None."""
-    end, pause = time.monotonic() + seconds, 0.001
-    try:
-        while True:
-            done, status = os.waitpid(child, os.WNOHANG)
-            if done:
-                return os.waitstatus_to_exitcode(status)
-            if time.monotonic() > end:
-                break
-            time.sleep(pause)
-            pause = min(2 * pause, 0.05)
-    except BaseException:
-        _kill(child)
-        raise
-    _kill(child)
-    return None
-
-
-def _kill(child: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(child, signal.SIGKILL)
-    with contextlib.suppress(ChildProcessError):
-        os.waitpid(child, 0)
-
-
 def _bound(memory: int, seconds: int) -> None:
-    """Limits the CPU time of this process and, on Linux, the memory that it may still allocate."""
+    """Limits the time of this process and, on Linux, the memory that it may still allocate."""
     import resource  # here, because Windows does not have it
 
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _, highest = resource.getrlimit(resource.RLIMIT_CPU)
     resource.setrlimit(resource.RLIMIT_CPU, (seconds if highest < 0 else min(seconds, highest), highest))
-    signal.signal(signal.SIGXCPU, signal.SIG_DFL)
+    for number in (signal.SIGXCPU, signal.SIGALRM):
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGXCPU, signal.SIGALRM))
+    signal.alarm(_LONGEST_WAIT + 2 * seconds)
     if sys.platform == "linux":
         pages = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[0])
         limit = pages * resource.getpagesize() + memory

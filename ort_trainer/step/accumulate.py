@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import onnx_ir as ir
 
-from .emitter import Names
+from .names import Names
 
 RESET = "lazy_reset_grad"
 BUFFER = "{}_grad.accumulation.buffer"

@@ -1,8 +1,8 @@
-"""Unique names, and new nodes with inferred types, for code that changes or writes ONNX models."""
+"""New nodes with inferred types, for code that changes or writes ONNX models."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,21 +10,7 @@ import onnx
 import onnx_ir as ir
 import onnx_ir.tape
 
-
-class Names:
-    """Hands out unused names."""
-
-    def __init__(self, taken: Iterable[str]) -> None:
-        self._taken = set(taken)
-
-    def unique(self, name: str) -> str:
-        """Returns the name, with a number appended if it is taken."""
-        candidate, number = name, 1
-        while candidate in self._taken:
-            candidate, number = f"{name}_{number}", number + 1
-        self._taken.add(candidate)
-        return candidate
-
+from .names import Names
 
 # Shape inference needs only constants that are shapes; larger constants are not.
 _LARGEST_SHAPE = 64

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import onnx
 import onnx_ir as ir
 
-# Their versions differ by types that they take and by attributes, never in what they compute, so ONNX's converter,
-# which has no way back for them, need not see them. It is the same with operators whose description has not changed.
-_EXTENDED = frozenset(
-    {
-        *("Add", "BatchNormalization", "Cast", "Div", "Gather", "GatherElements", "Gemm", "Mul", "Pad", "PRelu"),
-        *("Reshape", "ScatterElements", "ScatterND", "Shape", "Sub"),
-    }
-)
+# Versions with the same inputs, outputs and attributes that do not mean the same: one scale of a tensor or several, and
+# other places of the pixels.
+_CHANGED = frozenset({"DequantizeLinear", "QuantizeLinear", "Resize"})
+_RENAMED = frozenset({"BatchNormalization"})  # only the names of its inputs and outputs
+# Before this version they flatten the axes from theirs on. ONNX's converter leaves the axis, with other results.
+_FLATTENS_BEFORE = 13
+_FLATTENING = frozenset({"LogSoftmax", "Softmax"})
 _PLACE = re.compile(r"^\S+:\d+: \w+: Assertion .* failed: ")  # in the converter's source
 _HIDDEN = "ort_trainer.hidden"  # a domain that the converter does not know, so it leaves its operators as they are
 
@@ -39,22 +38,24 @@ def older(model: ir.Model, opset: int) -> ir.Model:
     present = model.opset_imports.get("", opset)
     if present <= opset:
         return model
+    if opset < _FLATTENS_BEFORE <= present:
+        _check_axes(model, opset)
     import onnx.version_converter  # slow imports, which few users need
     from onnx.inliner import inline_selected_functions
 
     proto = ir.to_proto(model)
     try:
         absent = sorted(
-            {node.op_type for node in _nodes(proto.graph) if not node.domain and _schema(node, opset) is None}
+            {node.op_type for node in all_nodes(proto.graph.node) if not node.domain and _schema(node, opset) is None}
         )
         if absent:
             absent_ids = [("", name) for name in absent]
             proto = inline_selected_functions(proto, absent_ids, inline_schema_functions=True)
-        for node in _nodes(proto.graph):
+        for node in all_nodes(proto.graph.node):
             _adapt(node, present, opset)
         proto.opset_import.add(domain=_HIDDEN, version=1)
         proto = onnx.version_converter.convert_version(proto, opset)
-        for node in _nodes(proto.graph):
+        for node in all_nodes(proto.graph.node):
             node.domain = node.domain if node.domain != _HIDDEN else ""
         proto.opset_import.remove(next(entry for entry in proto.opset_import if entry.domain == _HIDDEN))
         proto.ir_version = onnx.helper.find_min_ir_version_for(list(proto.opset_import), ignore_unknown=True)
@@ -62,7 +63,9 @@ def older(model: ir.Model, opset: int) -> ir.Model:
             onnx.checker.check_model(proto, full_check=True)
     except Exception as error:  # the converter and the checker are C++, whose errors have no common class
         since = {
-            node.op_type: schema.since_version for node in _nodes(proto.graph) if (schema := _schema(node, present))
+            node.op_type: schema.since_version
+            for node in all_nodes(proto.graph.node)
+            if (schema := _schema(node, present))
         }
         names = ", ".join(f"{name} ({version})" for name, version in sorted(since.items()) if version > opset)
         raise ValueError(
@@ -75,6 +78,19 @@ def older(model: ir.Model, opset: int) -> ir.Model:
     return converted
 
 
+def _check_axes(model: ir.Model, opset: int) -> None:
+    """Checks that operators that flatten in an opset have no axes to flatten."""
+    for node in model.graph.all_nodes():
+        axis = node.attributes["axis"].as_int() if "axis" in node.attributes else -1
+        shape = node.inputs[0].shape if node.inputs and node.inputs[0] is not None else None
+        last = -1 if shape is None else shape.rank() - 1
+        if node.op_type in _FLATTENING and not node.domain and axis not in (-1, last):
+            raise ValueError(
+                f"the model can't be in operator set {opset}, where {node.op_type} takes the axes from {axis} on as "
+                f"one: use {_FLATTENS_BEFORE} or more"
+            )
+
+
 def _adapt(node: onnx.NodeProto, present: int, opset: int) -> None:
     """Removes attributes that say what an older operator does anyway, and hides an operator that is the same there."""
     now, then = _schema(node, present), _schema(node, opset)
@@ -83,20 +99,34 @@ def _adapt(node: onnx.NodeProto, present: int, opset: int) -> None:
     for attribute in list(node.attribute):
         if attribute.name not in then.attributes and attribute == now.attributes[attribute.name].default_value:
             node.attribute.remove(attribute)
-    is_same = node.op_type in _EXTENDED or _described(now) == _described(then)
-    has_graph = any(attribute.HasField("g") for attribute in node.attribute)  # whose operators must be converted
-    fits = len(node.input) <= len(then.inputs)
-    if (
-        is_same
-        and fits
-        and not has_graph
-        and {attribute.name for attribute in node.attribute} <= then.attributes.keys()
-    ):
+    has_graph = any(bodies(node))  # whose operators must be converted
+    if not has_graph and _is_extended(then, now) and _takes(then, node):
         node.domain = _HIDDEN
 
 
-def _described(schema: onnx.defs.OpSchema) -> tuple[object, ...]:
-    return schema.doc, [value.name for value in schema.inputs], [value.name for value in schema.outputs]
+def _is_extended(then: onnx.defs.OpSchema, now: onnx.defs.OpSchema) -> bool:
+    """Returns whether an operator has since got types, attributes and inputs alone, so that it computes the same.
+
+    ONNX's converter, which has no way back for many of these, need not see them.
+    """
+    if now.name in _CHANGED and now.doc != then.doc:
+        return False
+    before, after = ([[v.name for v in each] for each in (schema.inputs, schema.outputs)] for schema in (then, now))
+    return (now.name in _RENAMED or all(a[: len(b)] == b for a, b in zip(after, before, strict=True))) and all(
+        name in now.attributes
+        and (now.attributes[name].type, now.attributes[name].default_value) == (old.type, old.default_value)
+        for name, old in then.attributes.items()
+    )
+
+
+def _takes(schema: onnx.defs.OpSchema, node: onnx.NodeProto) -> bool:
+    """Returns whether an operator has a node's inputs and attributes, and needs no others."""
+    optional = onnx.defs.OpSchema.FormalParameterOption.Optional
+    return (
+        schema.min_input <= len(node.input) <= schema.max_input
+        and all(name or value.option == optional for name, value in zip(node.input, schema.inputs, strict=False))
+        and {attribute.name for attribute in node.attribute} <= schema.attributes.keys()
+    )
 
 
 def _schema(node: onnx.NodeProto, opset: int) -> onnx.defs.OpSchema | None:
@@ -107,10 +137,17 @@ def _schema(node: onnx.NodeProto, opset: int) -> onnx.defs.OpSchema | None:
         return None
 
 
-def _nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
-    """Yields the nodes of a graph and of the graphs within."""
-    for node in graph.node:
+def all_nodes(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
+    """Yields nodes, including those of graphs in their attributes."""
+    for node in nodes:
         yield node
-        for attribute in node.attribute:
-            for inner in [attribute.g] if attribute.HasField("g") else attribute.graphs:
-                yield from _nodes(inner)
+        for graph in bodies(node):
+            yield from all_nodes(graph.node)
+
+
+def bodies(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
+    """Yields the graphs in attributes of a node."""
+    for attribute in node.attribute:
+        if attribute.HasField("g"):
+            yield attribute.g
+        yield from attribute.graphs

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 LOSS = "(loss)"
 """Stands for the path of the loss function, and of code outside the model's modules."""
+
+FUSED = "(fused)"
+"""Stands for the path of the module of operators that ONNX Runtime has fused, so that it is unknown."""
 
 _UNKNOWN = -1
 
@@ -51,10 +54,8 @@ class Origins:
             places: Name of a node -> the places of its steps.
             modules: Path and class name of all modules that may occur, in the model's order.
         """
-        paths = {place.module for several in places.values() for place in several if place is not None}
-        for path in list(paths):
-            while (above := parent_of(path)) is not None:
-                paths.add(path := above)
+        inner = {place.module for several in places.values() for place in several if place is not None}
+        paths = {path for module in inner for path in with_parents(module)}
         kept = [(path, kind) for path, kind in modules if path in paths]
         numbers = {path: 2 * index for index, (path, _) in enumerate(kept)}
 
@@ -92,6 +93,9 @@ class Origins:
         return self._renamed[node]
 
 
-def parent_of(path: str) -> str | None:
-    """Returns the path of a module's parent; None for the model itself, and for the loss function."""
-    return None if path in ("", LOSS) else path.rpartition(".")[0]
+def with_parents(path: str) -> Iterator[str]:
+    """Yields the path of a module and of the modules around it, innermost first; the model's own is empty."""
+    yield path
+    while path not in ("", LOSS, FUSED):
+        path = path.rpartition(".")[0]
+        yield path

@@ -11,7 +11,7 @@ import onnxscript.optimizer
 from onnxscript.rewriter import RewritePass, RewriteRule
 from onnxscript.rewriter.rules import common as rules
 
-from .emitter import Names
+from .names import Names
 
 
 def _rule(pattern: Callable[[Any, Any, Any], Any], neutral: float) -> RewriteRule:

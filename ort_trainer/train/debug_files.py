@@ -13,8 +13,8 @@ from ..engine import Executor
 from ..optim import OptimizerConfig
 from ..optim.update import OptimizerUpdate
 from ..options import ORTTrainerOptions
-from ..options.trainer_options import MINIMUM_OPSET
 from ..step import Step
+from .opset import in_requested_opset
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -103,24 +103,3 @@ def _write_optimized(executor: Executor, step: Step, path: Path) -> None:
             f"ONNX Runtime can't write its optimized graph to {str(path.parent)!r}: {error}; free space there, or "
             "choose another folder"
         ) from error
-
-
-def in_requested_opset(model: ir.Model, options: ORTTrainerOptions) -> ir.Model:
-    """Returns a model in the operator set that the options name, if that is older than the model's.
-
-    Raises:
-        ValueError: If the model has operators that are newer, unless the options tolerate it.
-    """
-    from ..step.opset import older
-
-    name = "_internal_use.onnx_opset_version"
-    if not options.is_given(name):
-        return model
-    try:
-        return older(model, options._internal_use.onnx_opset_version)
-    except ValueError as error:
-        options.refuse(
-            f"{name} {options._internal_use.onnx_opset_version}: {error}. Files have operator set {MINIMUM_OPSET} "
-            "without the option; save a checkpoint, and load it into a trainer without it"
-        )
-        return model

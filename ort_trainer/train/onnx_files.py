@@ -8,7 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .debug_files import in_requested_opset
+from ..engine.ort import require_onnx
+from .opset import in_requested_opset
 
 if TYPE_CHECKING:
     import onnx
@@ -21,6 +22,7 @@ def save_onnx(
     loop: TrainingLoop, path: str | os.PathLike[str], names: Sequence[str], for_inference: bool = False
 ) -> None:
     """Writes the model with the current weights; see ``ORTTrainer.save_as_onnx``."""
+    require_onnx()
     from ..step.onnx_file import save_model  # a slow import, which training does not need
 
     if not isinstance(path, (str, os.PathLike)):
@@ -32,6 +34,7 @@ def save_onnx(
 
 def onnx_model(loop: TrainingLoop, names: Sequence[str]) -> onnx.ModelProto:
     """Returns the model that :meth:`save_onnx` writes."""
+    require_onnx()
     from ..step.onnx_file import to_proto
 
     return to_proto(current_model(loop, names))
@@ -45,8 +48,7 @@ def current_model(loop: TrainingLoop, names: Sequence[str], for_inference: bool 
     users_model = loop.source.own_model({**executor.parameters, **executor.buffers}, names if for_inference else None)
     if users_model is not None:
         return in_requested_opset(users_model, loop.options)
-    step = loop.start(loop.graphs.blank_batch(), False, loop.graphs.output_names).runner.step
-    step = loop.graphs.portable(executor, training=False) if step.programs is not None else step
+    step = loop.graphs.portable(executor, training=False)
     step = (step if list(names) == [spec.name for spec in step.outputs] else step.pruned(names)).unchecked()
     others = {**executor.buffers, **executor.outside}
     step = replace(step, stored=in_requested_opset(step.model, loop.options))

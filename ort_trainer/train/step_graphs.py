@@ -16,7 +16,7 @@ import torch
 from ..core.errors import shown
 from ..engine import Executor, Plan
 from ..engine.memory import return_freed_memory
-from ..engine.ort import require_engine
+from ..engine.ort import require_engine, require_onnx
 from ..export import Builder, ModelSource
 from ..export.nested import Layout, argument_of, constants_of, flatten, has_tensors
 from ..export.torch.capture.eager import EagerStep
@@ -240,11 +240,12 @@ class StepGraphs:
             batch: What it takes is like this one, or like the first one that was given.
 
         Raises:
-            ModuleNotFoundError: If ONNX Runtime, whose kernels the graph is fitted to, is not installed.
+            ModuleNotFoundError: If ONNX Runtime, whose kernels the graph is fitted to, or ONNX is not installed.
             RuntimeError: If the model has changed incompatibly.
             ExportError: If the model can't be exported.
         """
         require_engine()
+        require_onnx()
         batch = self.blank_batch() if batch is None else batch
         self._guard(executor, batch, training)
         plan = executor.plan(training, batch, self._output_names)

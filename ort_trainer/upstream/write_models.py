@@ -22,7 +22,8 @@ from ..state.state import Array, State
 from ..step import Step
 from ..step.accumulate import ACCUMULATED, BUFFER, RESET
 from ..step.contract import IR_VERSION
-from ..step.emitter import Emitter, Names
+from ..step.emitter import Emitter
+from ..step.names import Names
 from ..step.prune import RemoveUnusedPass
 from .random_nodes import RandomNodes
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +12,8 @@ from torch import nn
 
 from ort_trainer import CheckpointError, ORTTrainer, api, optim
 from ort_trainer.adapters import Adapters, LoRA, add_adapter, load_adapter, save_adapter
+from ort_trainer.api import live_state
+from ort_trainer.core.sealed import digest
 
 from .models import batch, classifier, exported, tensors
 from .test_onnx_models import LORA, trainer_of
@@ -171,6 +174,31 @@ def test_on_a_device_each_trains_as_if_it_were_alone(folder: Path, tmp_path: Pat
         assert all(equal) if resumes else not any(equal)
     loaded.activate("default")
     np.testing.assert_equal(again.weights, Device(folder / "base").weights)
+
+
+def test_a_device_digests_its_base_once_and_again_after_a_change(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    digests: list[str] = []
+
+    def counted(named: Any) -> str:
+        digests.append(digest(named))
+        return digests[-1]
+
+    monkeypatch.setattr(live_state, "digest", counted)
+    device = Device(folder / "base")
+    adapters = api.Adapters(device.state)
+    adapters.add("other", like="default")
+    adapters.save("other", tmp_path / "other")
+    adapters.load("loaded", tmp_path / "other")
+    adapters.activate("loaded")
+    assert len(digests) == 1
+    name = next(name for name, parameter in device.state.parameters.items() if not parameter.requires_grad)
+    frozen = device.state.parameters[name]
+    frozen.data = frozen.data + 1
+    with pytest.raises(ValueError, match="is an adapter of another base"):
+        adapters.load("again", tmp_path / "other")
+    assert len({*digests}) == len(digests) == 2
 
 
 def test_what_a_device_refuses(folder: Path, tmp_path: Path) -> None:

@@ -114,18 +114,13 @@ def optimizer_step(world: World) -> None:
     same_weights(world.state, world.weights(world.trained([RATE] * 3)))
 
 
-@checks("SetLearningRate", "Ort::TrainingSession::SetLearningRate")
-def sets_the_learning_rate(world: World) -> None:
-    world.session.set_learning_rate(0.5)
-    world.step()
-    same_weights(world.state, world.weights(world.trained([0.5])))
-
-
-@checks("GetLearningRate", "Ort::TrainingSession::GetLearningRate")
-def gets_the_learning_rate(world: World) -> None:
+@checks(*(f"{prefix}{verb}LearningRate" for prefix in ("", "Ort::TrainingSession::") for verb in ("Set", "Get")))
+def rates_of_a_session(world: World) -> None:
     assert world.session.get_learning_rate() == pytest.approx(RATE)
     world.session.set_learning_rate(0.5)
     assert world.session.get_learning_rate() == 0.5
+    world.step()
+    same_weights(world.state, world.weights(world.trained([0.5])))
 
 
 # Warm-up of 2 updates, 6 updates in total, rate 0.1.
@@ -133,7 +128,10 @@ LINEAR = [0.0, 0.05, 0.1, 0.075, 0.05, 0.025, 0.0, 0.0]
 
 
 @checks("RegisterLinearLRScheduler", "Ort::TrainingSession::RegisterLinearLRScheduler")
+@checks("SchedulerStep", "Ort::TrainingSession::SchedulerStep")
 def registers_a_schedule(world: World) -> None:
+    with pytest.raises(RuntimeError, match=r"no scheduler to step: call register_linear_lr_scheduler\(\) first"):
+        world.session.scheduler_step()
     world.session.register_linear_lr_scheduler(2, 6, 0.1)
     rates = []
     for _ in LINEAR:
@@ -144,32 +142,16 @@ def registers_a_schedule(world: World) -> None:
     same_weights(world.state, world.weights(world.trained(LINEAR)))
 
 
-@checks("SchedulerStep", "Ort::TrainingSession::SchedulerStep")
-def steps_a_schedule(world: World) -> None:
-    with pytest.raises(RuntimeError, match="register_linear_lr_scheduler"):
-        world.session.scheduler_step()
-    world.session.register_linear_lr_scheduler(2, 6, 0.1)
-    world.step()
-    assert world.session.get_learning_rate() == 0.0
-    world.session.scheduler_step()
-    assert world.session.get_learning_rate() == pytest.approx(0.05)
-
-
 # Inputs, outputs, buffers, inference, seeds.
 
 
-@checks("TrainingSessionGetTrainingModelInputCount", "TrainingSessionGetTrainingModelInputName")
-@checks("TrainingSessionGetEvalModelInputCount", "TrainingSessionGetEvalModelInputName")
-@checks("Ort::TrainingSession::InputNames")
-def input_names(world: World) -> None:
-    assert world.session.input_names(True) == world.session.input_names(False) == ["x", "label"]
-
-
-@checks("TrainingSessionGetTrainingModelOutputCount", "TrainingSessionGetTrainingModelOutputName")
-@checks("TrainingSessionGetEvalModelOutputCount", "TrainingSessionGetEvalModelOutputName")
-@checks("Ort::TrainingSession::OutputNames")
-def output_names(world: World) -> None:
-    assert world.session.output_names(True) == world.session.output_names(False) == ["loss", "logits"]
+@checks(*(f"TrainingSessionGet{m}Model{v}" for m in ("Training", "Eval") for v in ("InputCount", "InputName")))
+@checks(*(f"TrainingSessionGet{m}Model{v}" for m in ("Training", "Eval") for v in ("OutputCount", "OutputName")))
+@checks("Ort::TrainingSession::InputNames", "Ort::TrainingSession::OutputNames")
+def names_of_a_session(world: World) -> None:
+    for training in (True, False):
+        assert world.session.input_names(training) == ["x", "label"]
+        assert world.session.output_names(training) == ["loss", "logits"]
 
 
 @checks("GetParametersSize", f"{PYTHON}Module.get_parameters_size")
@@ -306,6 +288,9 @@ def a_linear_schedule(world: World) -> None:
     assert list(inspect.signature(LinearLRScheduler).parameters) == list(SCHEDULER)
     values: Any = dict(zip(SCHEDULER, (world.optimizer, 2, 6, 0.1), strict=True))
     scheduler = LinearLRScheduler(**values)
+    assert repr(scheduler) == (
+        "LinearLRScheduler(warmup_step_count=2, total_step_count=6, initial_lr=0.1, learning_rate=0.0)"
+    )
     rates = []
     for _ in LINEAR:
         rates.append(world.optimizer.get_learning_rate())

@@ -57,12 +57,6 @@ def a_state_lives_as_long_as_it_is_used(world: World) -> None:
     assert reference() is None
 
 
-@checks(f"{PYTHON}CheckpointState.parameters", f"{PYTHON}checkpoint_state.Parameters")
-def parameters_are_a_mapping(world: World) -> None:
-    assert isinstance(world.state.parameters, Parameters) and isinstance(world.state.parameters, Mapping)
-    assert [name for name, _ in world.state.parameters.items()] == list(NAMES)
-
-
 @checks("GetParameter", f"{PYTHON}checkpoint_state.Parameters.__getitem__", f"{PYTHON}checkpoint_state.Parameter")
 def gets_a_parameter(world: World) -> None:
     parameter = world.state.parameters["head.bias"]
@@ -84,38 +78,6 @@ def updates_a_parameter(world: World) -> None:
         world.state.parameters["bias"] = np.zeros(3, np.float32)
 
 
-@checks("GetParameterTypeAndShape")
-def type_and_shape(world: World) -> None:
-    weight = world.state.parameters["head.weight"]
-    assert weight.shape == (3, 5) and weight.dtype == np.float32
-
-
-@checks(f"{PYTHON}checkpoint_state.Parameters.__contains__")
-def contains_parameters(world: World) -> None:
-    assert "head.bias" in world.state.parameters and "head" not in world.state.parameters
-
-
-@checks(f"{PYTHON}checkpoint_state.Parameters.__iter__")
-def iterates_over_parameters(world: World) -> None:
-    assert tuple(world.state.parameters) == NAMES
-
-
-@checks(f"{PYTHON}checkpoint_state.Parameters.__len__")
-def counts_parameters(world: World) -> None:
-    assert len(world.state.parameters) == len(NAMES)
-
-
-@checks(f"{PYTHON}checkpoint_state.Parameters.__repr__", f"{PYTHON}checkpoint_state.Parameter.__repr__")
-def shows_parameters(world: World) -> None:
-    shown = repr(world.state.parameters["head.bias"])
-    assert "'head.bias'" in shown and "requires_grad=True" in shown and shown in repr(world.state.parameters)
-
-
-@checks(f"{PYTHON}checkpoint_state.Parameter.name")
-def name_of_a_parameter(world: World) -> None:
-    assert [parameter.name for parameter in world.state.parameters.values()] == list(NAMES)
-
-
 @checks(f"{PYTHON}checkpoint_state.Parameter.data")
 def data_of_a_parameter(world: World) -> None:
     parameter = world.state.parameters["head.bias"]
@@ -132,11 +94,6 @@ def gradient_of_a_parameter(world: World) -> None:
     module(*world.batches[0])
     close(world.state.parameters["head.bias"].grad, world.gradients(0)["head.bias"])
     assert world.state.parameters["body.weight"].grad is None
-
-
-@checks(f"{PYTHON}checkpoint_state.Parameter.requires_grad")
-def frozen_parameters(world: World) -> None:
-    assert [p.name for p in world.state.parameters.values() if p.requires_grad] == list(TRAINED)
 
 
 @checks("AddProperty", f"{PYTHON}checkpoint_state.Properties.__setitem__")
@@ -169,17 +126,33 @@ def types_of_properties(world: World) -> None:
     assert "list" not in properties
 
 
-@checks(f"{PYTHON}CheckpointState.properties", f"{PYTHON}checkpoint_state.Properties")
+STATE = f"{PYTHON}checkpoint_state."
+MAPPING = ("contains", "iter", "len", "repr")
+
+
+@checks(f"{PYTHON}CheckpointState.parameters", f"{STATE}Parameters", "GetParameterTypeAndShape")
+@checks(*(f"{STATE}Parameters.__{name}__" for name in MAPPING))
+@checks(*(f"{STATE}Parameter.{name}" for name in ("name", "requires_grad", "__repr__")))
+def parameters_are_a_mapping(world: World) -> None:
+    parameters = world.state.parameters
+    assert isinstance(parameters, Parameters) and isinstance(parameters, Mapping)
+    assert tuple(parameters) == tuple(name for name, _ in parameters.items()) == NAMES and len(parameters) == len(NAMES)
+    assert "head.bias" in parameters and "head" not in parameters
+    assert [parameter.name for parameter in parameters.values()] == list(NAMES)
+    assert [parameter.name for parameter in parameters.values() if parameter.requires_grad] == list(TRAINED)
+    weight = parameters["head.weight"]
+    assert weight.shape == (3, 5) and weight.dtype == np.float32
+    shown = repr(parameters["head.bias"])
+    assert "'head.bias'" in shown and "requires_grad=True" in shown and shown in repr(parameters)
+
+
+@checks(f"{PYTHON}CheckpointState.properties", f"{STATE}Properties")
+@checks(*(f"{STATE}Properties.__{name}__" for name in MAPPING))
 def properties_are_a_mapping(world: World) -> None:
-    assert isinstance(world.state.properties, Properties) and isinstance(world.state.properties, MutableMapping)
-    world.state.properties["a"] = 1
-    del world.state.properties["a"]
-    assert world.state.properties == {}
-
-
-@checks(*(f"{PYTHON}checkpoint_state.Properties.__{name}__" for name in ("contains", "iter", "repr", "len")))
-def properties_by_name(world: World) -> None:
-    world.state.properties["epoch"] = 3
-    assert "epoch" in world.state.properties and "step" not in world.state.properties
-    assert list(world.state.properties) == ["epoch"] and len(world.state.properties) == 1
-    assert "'epoch': 3" in repr(world.state.properties)
+    properties = world.state.properties
+    assert isinstance(properties, Properties) and isinstance(properties, MutableMapping)
+    properties["epoch"] = 3
+    assert "epoch" in properties and "step" not in properties and list(properties) == ["epoch"] and len(properties) == 1
+    assert "'epoch': 3" in repr(properties)
+    del properties["epoch"]
+    assert properties == {}

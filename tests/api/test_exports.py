@@ -112,14 +112,3 @@ def test_models_for_inference(exported: tuple[Path, ORTTrainer, list], tmp_path:
         module.export_model_for_inferencing(tmp_path / "nothing" / "model.onnx", ["logits"])
     with pytest.raises(RuntimeError, match="needs the evaluation model"):
         Module(folder / "training_model.onnx", state).export_model_for_inferencing(path, ["logits"])
-
-
-def test_the_nominal_checkpoint_is_filled_from_a_buffer(exported: tuple[Path, ORTTrainer, list]) -> None:
-    folder, _, data = exported
-    full = CheckpointState.load_checkpoint(folder / "checkpoint")
-    source = Module(folder / "training_model.onnx", full, folder / "eval_model.onnx").eval()
-    nominal = CheckpointState.load_checkpoint(folder / "nominal_checkpoint")
-    session = TrainingSession(nominal, folder / "training_model.onnx", folder / "eval_model.onnx")
-    session.from_buffer(source.get_contiguous_parameters())
-    arrays = [value.numpy() for value in data[0]]
-    assert np.array_equal(session.eval_step(arrays)[1], source(*arrays)[1])

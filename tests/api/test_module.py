@@ -325,18 +325,6 @@ def rates(optimizer: Optimizer, module: Module, count: int, scheduler: LinearLRS
     return found
 
 
-def test_linear_schedule(artifacts: Artifacts) -> None:
-    _, module, optimizer = load(artifacts)
-    assert optimizer.get_learning_rate() == 0.1
-    scheduler = LinearLRScheduler(optimizer, warmup_step_count=2, total_step_count=6, initial_lr=0.1)
-    expected = [0, 0.05, 0.1, 0.075, 0.05, 0.025, 0, 0]
-    assert repr(scheduler) == (
-        "LinearLRScheduler(warmup_step_count=2, total_step_count=6, initial_lr=0.1, learning_rate=0.0)"
-    )
-    assert rates(optimizer, module, 8, scheduler) == pytest.approx(expected)
-    assert optimizer.get_learning_rate() == 0
-
-
 def test_the_schedule_of_the_export_runs_by_itself_until_a_rate_is_set() -> None:
     _, module, optimizer = load(make_artifacts(schedule={"kind": "linear", "total_steps": 5, "warmup_steps": 1}))
     assert rates(optimizer, module, 4) == pytest.approx([0, 0.1, 0.075, 0.05])

@@ -44,46 +44,6 @@ def test_trains_like_pytorch_from_files(artifacts: Artifacts, tmp_path: Path) ->
     close(state.parameters["w"].data, reference.w)
 
 
-def test_names(artifacts: Artifacts) -> None:
-    _, session = session_of(artifacts)
-    for training in (True, False):
-        assert session.input_names(training) == ["x", "target"]
-        assert session.output_names(training) == ["loss", "y", "positive"]
-
-
-def test_learning_rates(artifacts: Artifacts) -> None:
-    _, session = session_of(artifacts)
-    assert session.get_learning_rate() == 0.1
-    session.set_learning_rate(0.5)
-    assert session.get_learning_rate() == 0.5
-    with pytest.raises(RuntimeError, match=r"no scheduler to step: call register_linear_lr_scheduler\(\) first"):
-        session.scheduler_step()
-    session.register_linear_lr_scheduler(2, 4, 0.2)
-    found = [session.get_learning_rate()]
-    for x, target in batches(4):
-        session.train_step([x, target])
-        session.optimizer_step()
-        session.scheduler_step()
-        found.append(session.get_learning_rate())
-    assert found == pytest.approx([0, 0.1, 0.2, 0.1, 0])
-
-
-def test_buffers(artifacts: Artifacts) -> None:
-    state, session = session_of(artifacts)
-    for trainable, names in ((True, ["w", "b"]), (False, ["w", "b", "mean"])):
-        flat = session.to_buffer(trainable)
-        expected = np.concatenate([PARAMETERS[name].reshape(-1) for name in names])
-        assert np.array_equal(flat.numpy(), expected)
-        session.from_buffer(onnxruntime.OrtValue.ortvalue_from_numpy(expected + 1))
-        for name in names:
-            assert np.array_equal(state.parameters[name].data, PARAMETERS[name] + 1)
-        session.from_buffer(expected)
-    assert np.array_equal(state.parameters["mean"].data, PARAMETERS["mean"])
-    flat.numpy()[:] = 0  # changes a copy
-    for name in PARAMETERS:
-        assert np.array_equal(state.parameters[name].data, PARAMETERS[name])
-
-
 @pytest.mark.parametrize(
     ("buffer", "error", "text"),
     [
@@ -103,15 +63,6 @@ def test_wrong_buffers(artifacts: Artifacts, buffer: object, error: type[Excepti
         session.from_buffer(buffer)
     for name in PARAMETERS:
         assert np.array_equal(state.parameters[name].data, PARAMETERS[name])
-
-
-def test_a_buffer_completes_a_nominal_checkpoint(artifacts: Artifacts) -> None:
-    _, session = session_of(artifacts)
-    state = CheckpointState.load_checkpoint_from_buffer(artifacts.nominal)
-    other = TrainingSession(state, artifacts.training)
-    other.from_buffer(session.to_buffer(False))
-    ((x, target),) = batches(1)
-    assert np.array_equal(other.train_step([x, target])[0], session.train_step([x, target])[0])
 
 
 def test_what_was_not_given_is_missed(artifacts: Artifacts) -> None:

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from ort_trainer.step import RandomInput, Step, TensorSpec, dtype_name
-from ort_trainer.step.emitter import Emitter, Names
+from ort_trainer.step.emitter import Emitter
+from ort_trainer.step.names import Names
 from ort_trainer.upstream.random_nodes import RandomNodes
 
 pytestmark = pytest.mark.engine

@@ -12,8 +12,10 @@ import pytest
 import safetensors.numpy
 
 from ort_trainer import CheckpointError
-from ort_trainer.cli.describe import describe
+from ort_trainer.cli.describe import _CONFIGS, describe
+from ort_trainer.core.protobuf import field
 from ort_trainer.core.sealed import write
+from ort_trainer.optim import rules
 from ort_trainer.state import load_checkpoint_file, save_checkpoint_file
 from ort_trainer.state.training_api import read_checkpoint
 
@@ -26,7 +28,7 @@ def test_a_checkpoint(files: Path, run: Run) -> None:
     found = json.loads("\n".join(out))
     assert code == 0
     expected = {"kind": "checkpoint of ORTTrainer", "version": 2, "optimization_step": 3, "step": 3, "world_size": 1}
-    expected |= {"optimizer": "AdamOptimizer", "mixed_precision": False, "checksums": "ok", "damaged": []}
+    expected |= {"optimizer": "AdamConfig or AdamWConfig", "mixed_precision": False, "checksums": "ok", "damaged": []}
     assert {key: found[key] for key in expected} == expected
     assert sorted(found["user_dict"]) == ["best", "epoch", "name", "seen"]
     theirs = safetensors.numpy.load_file(files / "run.ortckpt")
@@ -45,7 +47,7 @@ def test_as_text(files: Path, run: Run) -> None:
     assert code == 0 and not err
     assert out[0].startswith(f"{files / 'run.ortckpt'}: checkpoint of ORTTrainer, 1")
     facts = dict(line.strip().split("  ", 1) for line in out[1 : out.index("")])
-    assert {name: value.strip() for name, value in facts.items()}["optimizer"] == "AdamOptimizer"
+    assert {name: value.strip() for name, value in facts.items()}["optimizer"] == "AdamConfig or AdamWConfig"
     assert any(
         line.split() == ["state/model/full_precision/fc1.weight", "float32", "[16,", "8]", "512", "bytes"]
         for line in out
@@ -84,7 +86,7 @@ def test_other_checkpoints(files: Path) -> None:
     theirs = describe(files / "upstream")
     assert theirs["optimizer_groups"]["group0"]["step"] == 3 and theirs["totals"]["tensors"] == 3 * len(read.parameters)
     legacy = describe(LEGACY)
-    assert (legacy["optimizer"], legacy["optimization_step"]) == ("AdamOptimizer", 4)
+    assert (legacy["optimizer"], legacy["optimization_step"]) == ("AdamConfig or AdamWConfig", 4)
     assert {"model/full_precision/fc1.bias", "optimizer/fc1.bias/Moment_1"} <= {t["name"] for t in legacy["tensors"]}
 
 
@@ -113,6 +115,32 @@ def test_onnx_models(files: Path, name: str) -> None:
     assert {t["name"]: (t["dtype"], tuple(t["shape"]), t["bytes"]) for t in found["tensors"]} == {
         key: (value.dtype.name, value.shape, value.nbytes) for key, value in arrays.items()
     }
+
+
+def test_a_graph_in_several_parts(files: Path, tmp_path: Path) -> None:
+    """Protobuf merges them, and messages within, such as types."""
+    whole = files / "artifacts" / "eval_model.onnx"
+    model = onnx.load(whole)
+    first, second, third = onnx.ModelProto(), onnx.ModelProto(), onnx.ModelProto()
+    first.CopyFrom(model)
+    del first.graph.node[2:], first.graph.input[:], first.graph.output[:], first.graph.initializer[:]
+    second.graph.node.extend(model.graph.node[2:])
+    second.graph.initializer.extend(model.graph.initializer)
+    third.graph.input.extend(model.graph.input)
+    third.graph.output.extend(model.graph.output)
+    parts = tmp_path / "parts.onnx"
+    parts.write_bytes(b"".join(part.SerializeToString() for part in (first, second, third)))
+    assert {**describe(parts), "file": "", "bytes": 0} == {**describe(whole), "file": "", "bytes": 0}
+
+
+def test_a_type_in_several_parts(tmp_path: Path) -> None:
+    value = onnx.helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, ["n"]).SerializeToString()
+    value += onnx.helper.make_tensor_value_info("x", onnx.TensorProto.INT64, [3]).SerializeToString()
+    path = tmp_path / "model.onnx"
+    path.write_bytes(b"\x08\x09" + field(7, field(11, value)))
+    (read,) = onnx.load(path).graph.input
+    assert read.type.tensor_type.elem_type == onnx.TensorProto.INT64 and len(read.type.tensor_type.shape.dim) == 2
+    assert describe(path)["inputs"] == [{"name": "x", "dtype": "int64", "shape": ["n", 3]}]
 
 
 def test_folders(files: Path, run: Run, tmp_path: Path) -> None:
@@ -175,3 +203,10 @@ def test_a_deep_manifest_is_an_error_and_no_crash(tmp_path: Path) -> None:
         write(file, {}, {"manifest": "[" * 200_000})
     with pytest.raises(CheckpointError, match="its manifest can't be read"):
         describe(path)
+
+
+def test_optimizers_have_the_names_of_their_configs() -> None:
+    configs: dict[str, list[str]] = {}
+    for name in rules.__all__:
+        configs.setdefault(getattr(rules, name)().name, []).append(name)
+    assert {name: " or ".join(sorted(names)) for name, names in configs.items()} == _CONFIGS

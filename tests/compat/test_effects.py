@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,17 @@ def refused(states: dict[str, str]) -> list[str]:
     return [name for name, state in states.items() if REFUSED.fullmatch(state)]
 
 
+def in_old_scripts(lenient: str | None, said: str | re.Pattern[str], make: Callable[[], object]) -> None:
+    """Checks that a value is accepted, causes a warning, or is refused."""
+    if lenient == "accepted":
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            make()
+        return
+    with pytest.warns(UserWarning, match=said) if lenient else pytest.raises(ValueError, match=said):
+        make()
+
+
 def test_every_row_is_tried() -> None:
     works = {NEW_NAMES[old] for old in STATES} - {NEW_NAMES[old] for old in refused(STATES)}
     assert works == set(OPTIONS)
@@ -66,16 +78,7 @@ def test_options_that_are_refused_beyond_their_default(old: str) -> None:
     key = NEW_NAMES[old].rpartition(".")[2]
     with pytest.raises(ValueError, match=f"Invalid options: .*{key}"):
         ORTTrainerOptions(given)
-    if lenient == "accepted":
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            OldOptions(given)
-    elif lenient:
-        with pytest.warns(UserWarning, match=key):
-            OldOptions(given)
-    else:
-        with pytest.raises(ValueError, match=f"Invalid options: .*{key}"):
-            OldOptions(given)
+    in_old_scripts(lenient, key, lambda: OldOptions(given))
 
 
 @pytest.mark.parametrize("old", [old for old in STATES if NEW_NAMES[old] in OPTIONS and old != NEW_NAMES[old]])
@@ -139,16 +142,7 @@ def test_properties_that_are_refused_beyond_their_default(name: str) -> None:
     session_of({name: known})
     with pytest.raises(ValueError, match=said):
         session_of({name: value})
-    if lenient == "accepted":
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            session_of({name: value}, made=OldSession)
-    elif lenient:
-        with pytest.warns(UserWarning, match=said):
-            session_of({name: value}, made=OldSession)
-    else:
-        with pytest.raises(ValueError, match=said):
-            session_of({name: value}, made=OldSession)
+    in_old_scripts(lenient, said, lambda: session_of({name: value}, made=OldSession))
 
 
 @pytest.mark.parametrize("name", PROPERTIES)

@@ -62,15 +62,6 @@ def test_options_of_both_paths_are_one_class(installed: None) -> None:
     assert issubclass(training.ORTTrainerOptions, ort_trainer.ORTTrainerOptions)
 
 
-def test_strategies_of_casts(installed: None) -> None:
-    training = importlib.import_module("onnxruntime.training")
-    strategies = training.PropagateCastOpsStrategy
-    assert [int(getattr(strategies, name)) for name in ("NONE", "INSERT_AND_REDUCE", "FLOOD_FILL")] == [0, 1, 2]
-    casts = {"propagate_cast_ops_config": {"propagate_cast_ops_strategy": strategies.FLOOD_FILL}}
-    options = training.ORTTrainerOptions({"graph_transformer": casts})
-    assert options.graph_transformer.propagate_cast_ops_config.strategy == "FLOOD_FILL"
-
-
 def test_sessions_are_registered_together() -> None:
     compat.install()
     onnxruntime = sys.modules["onnxruntime"]

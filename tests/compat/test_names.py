@@ -52,12 +52,14 @@ def test_every_documented_name_has_one_row() -> None:
     assert len(names) == sum(line.startswith("| `") for line in PAGE.splitlines())  # no row that the pattern misses
 
 
-@pytest.mark.parametrize("row", ROWS, ids=[row[0] for row in ROWS])
-def test_states(row: tuple[str, str, str]) -> None:
-    assert re.fullmatch(r"works|works, differs: .+|refused: .+|refused beyond the default, .+", row[2])
+def test_states() -> None:
+    known = re.compile(r"works|works, differs: .+|refused: .+|refused beyond the default, .+")
+    assert [row for row in ROWS if not known.fullmatch(row[2])] == []
 
 
-def check(old: str, new: str, state: str) -> None:
+@pytest.mark.parametrize("row", [*NAMES, *SESSION_ROWS], ids=lambda row: row[0])
+def test_names(row: tuple[str, str, str]) -> None:
+    old, new, state = row
     if new:
         assert resolve(new) is not None
     if state.startswith("refused:"):
@@ -70,16 +72,6 @@ def check(old: str, new: str, state: str) -> None:
         # get a subclass of ours.
         same = theirs == ours or (inspect.isbuiltin(theirs) and theirs.__name__ == ours.__name__)
         assert same or old.endswith("PropagateCastOpsStrategy")
-
-
-@pytest.mark.parametrize("row", NAMES, ids=[row[0] for row in NAMES])
-def test_names(row: tuple[str, str, str]) -> None:
-    check(*row)
-
-
-@pytest.mark.parametrize("row", SESSION_ROWS, ids=[row[0] for row in SESSION_ROWS])
-def test_session_names(row: tuple[str, str, str]) -> None:
-    check(*row)
 
 
 @pytest.mark.parametrize("row", OPTIONS, ids=[row[0] for row in OPTIONS])

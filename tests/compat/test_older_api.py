@@ -195,6 +195,7 @@ OPTIONS = [
     ("world_rank", 1, "distributed.world_rank", 1),
     ("world_size", 2, "distributed.world_size", 2),
     ("use_mixed_precision", True, "mixed_precision.enabled", True),
+    ("allreduce_post_accumulation", True, "distributed.allreduce_post_accumulation", True),
     ("deepspeed_zero_stage", 1, "distributed.deepspeed_zero_optimization.stage", 1),
     ("enable_grad_norm_clip", False, "utils.grad_norm_clip", False),
     ("frozen_weights", ["fc1.bias"], "utils.frozen_weights", ["fc1.bias"]),
@@ -323,19 +324,6 @@ def test_warnings_at_construction() -> None:
         older()
     with pytest.warns(UserWarning, match="loss_scaler has no effect without use_mixed_precision"):
         older(loss_scaler=LossScaler("scale", True))
-
-
-def test_generate_sample() -> None:
-    labels = older_api.generate_sample(IODescription("y", ["batch", 40], torch.int64, 3), "cpu")
-    assert labels.shape == (1, 40) and labels.dtype == torch.int64 and set(labels.flatten().tolist()) == {0, 1, 2}
-    values = older_api.generate_sample(IODescription("x", [2, "n"], torch.float64))
-    assert values.shape == (2, 1) and values.dtype == torch.float64
-    assert older_api.DEFAULT_OPSET_VERSION == 14
-
-
-def test_when_gradients_are_reduced_is_accepted() -> None:
-    trainer = older(allreduce_post_accumulation=True)
-    assert trainer.trainer.options.distributed.allreduce_post_accumulation is True
 
 
 def test_the_session_and_the_model_that_scripts_read() -> None:

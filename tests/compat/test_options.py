@@ -16,7 +16,7 @@ from ort_trainer.compat import options as module
 from ort_trainer.compat.options import (
     ORTTrainerOptions,
     PropagateCastOpsStrategy,
-    forget_device_defaults,
+    device_defaults,
     set_cuda_device_id,
     set_cuda_mem_limit,
 )
@@ -176,7 +176,7 @@ def test_a_device_set_beforehand_is_that_of_options(monkeypatch: pytest.MonkeyPa
         with pytest.raises(ValueError, match="device_id must be less than 2, the CUDA devices here, but 2"):
             set_cuda_device_id(2)
     finally:
-        forget_device_defaults()
+        device_defaults.clear()
     assert ORTTrainerOptions().device.mem_limit == 0 and not ORTTrainerOptions().is_given("device.id")
 
 

@@ -96,34 +96,6 @@ def test_outside_of_compat_a_description_must_fit() -> None:
         ORTTrainer(MLP(), desc, optim.SGDConfig(), F.cross_entropy, strict).train_step(x, y)
 
 
-def test_options_without_effect_are_warnings() -> None:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        trainer = old(
-            utils={"grad_norm_clip": False},
-            device={"id": "cpu", "mem_limit": 1 << 30},
-            distributed={"enable_adasum": True, "deepspeed_zero_optimization": {"stage": 1}},
-            graph_transformer={
-                "propagate_cast_ops_config": {"level": 2, "allow": ["Add"]},
-                "attn_dropout_recompute": True,
-                "gelu_recompute": True,
-                "transformer_layer_recompute": True,
-                "number_recompute_layers": 1,
-            },
-        )
-    at_first = ("level", "allow", "optimization.stage", "enable_adasum")
-    for entry, option in zip(caught, at_first, strict=True):
-        assert option in str(entry.message) and "no effect" in str(entry.message)
-    model = MLP()
-    with pytest.warns(UserWarning, match="device.mem_limit.* limits CUDA memory only"):
-        trainer.load_state_dict(model.state_dict())
-    first, second = compared(trainer, model, [5, 5])
-    wanted = ("transformer_layer_recompute", "attn_dropout_recompute", "gelu_recompute")
-    assert second == [] and len(first) == len(wanted)
-    for message, option in zip(first, wanted, strict=True):
-        assert option in message and "no effect" in message
-
-
 def test_two_trainers_begin_with_one_model() -> None:
     model = MLP()
     before = copy.deepcopy(model.state_dict())

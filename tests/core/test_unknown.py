@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import operator
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +14,8 @@ from torch import nn
 
 import ort_trainer
 from ort_trainer import ORTModule, ORTTrainer, optim
-from ort_trainer.core.unknown import explains_calls, meant
+from ort_trainer.core.unknown import explains_calls, meant, nearest
+from ort_trainer.trainer import _ELSEWHERE_IN_TRAINER
 
 MODEL, CONFIG = nn.Linear(2, 2), optim.AdamWConfig(lr=1e-3)
 TRAINER: Any = ORTTrainer
@@ -75,6 +78,43 @@ def test_attributes() -> None:
         _ = ort_trainer.AdamWConfig
     assert not hasattr(optim, "nothing") and not hasattr(ort_trainer, "nothing")
     assert meant("x", ["b", "a"], {}) == "there are a, b"
+
+
+def test_the_nearest_names() -> None:
+    assert nearest("Q_PORJ", ["k_proj", "q_proj", "norm"], 2) == ["q_proj", "k_proj"]
+    assert nearest("flood_fill", ["NONE", "FLOOD_FILL"]) == ["FLOOD_FILL"]
+    assert not nearest("xyzzy", ["weight"]) and not nearest("x", [])
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("train", r"did you mean fit for a whole run, or train_step for a batch\?"),
+        ("step", r"did you mean train_step\?"),
+        ("save", "did you mean save_checkpoint, or save_as_onnx"),
+        ("load", r"did you mean load_checkpoint\?"),
+        ("train_stp", r"did you mean train_step\?"),
+        ("loss_func", r"did you mean loss_fn\?"),
+        ("nothing", "there are device, .*, fit,"),
+    ],
+)
+def test_attributes_of_a_trainer(name: str, hint: str) -> None:
+    with pytest.raises(AttributeError, match=f"^'ORTTrainer' object has no attribute '{name}': {hint}"):
+        getattr(ORTTrainer(MODEL, "auto", CONFIG, loss_fn=F.mse_loss), name)
+
+
+def test_hints_name_what_a_trainer_has() -> None:
+    trainer = ORTTrainer(MODEL, "auto", CONFIG, loss_fn=F.mse_loss)
+    for hint in _ELSEWHERE_IN_TRAINER.values():
+        for name in (part.split(" ")[0] for part in re.split(", or ", hint)):
+            operator.attrgetter(name)(trainer)
+
+
+def test_an_error_inside_a_property_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = ORTTrainer(MODEL, "auto", CONFIG, loss_fn=F.mse_loss)
+    monkeypatch.delattr(trainer, "_loop")
+    with pytest.raises(AttributeError, match="has no attribute '_loop'$"):
+        _ = trainer.session
 
 
 def test_the_former_name_of_hugging_faces_trainer() -> None:

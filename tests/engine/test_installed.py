@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import importlib.util
 import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -11,13 +13,13 @@ from ort_trainer.engine import ort as installed
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# Simulates a missing ONNX Runtime: neither an import nor a search finds it.
+# Simulates that PyTorch is alone: neither an import nor a search finds anything of ONNX.
 WITHOUT_ENGINE = """if True:
     import copy, sys, torch
     import torch.nn.functional as F
-    sys.modules["onnxruntime"] = None
+    sys.modules |= dict.fromkeys(("onnxruntime", "onnx", "onnx_ir", "onnxscript"))
     from ort_trainer import ORTModule, ORTTrainer, optim
-    from ort_trainer.engine.ort import engine
+    from ort_trainer.engine.ort import _lacks_onnx, engine
     model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 3))
     eager, module = copy.deepcopy(model), ORTModule(copy.deepcopy(model))
     x, label = torch.randn(6, 4), torch.tensor([0, 1, 2, 0, 1, 2])
@@ -38,6 +40,19 @@ WITHOUT_ENGINE = """if True:
         ORTTrainer(model, "auto", optim.SGDConfig(), loss_fn=F.cross_entropy, options=asked).train_step(x, label)
     except ValueError as error:
         assert "but ONNX Runtime is not installed" in str(error), error
+    calls = (
+        lambda: trainer.save_as_onnx("m.onnx"),
+        lambda: trainer.export_artifacts("artifacts"),
+        lambda: ORTTrainer("m.onnx", "auto", optim.SGDConfig()),
+    )
+    for call in calls:
+        try:
+            call()
+        except ModuleNotFoundError as error:
+            print(error)
+    for name in ("onnx", "onnx_ir", "onnxscript"):
+        del sys.modules[name]
+    _lacks_onnx.cache_clear()
     for call in (lambda: trainer.save_as_onnx("m.onnx"), lambda: trainer.export_artifacts("artifacts"), engine):
         try:
             call()
@@ -50,11 +65,12 @@ def test_without_an_engine_pytorch_trains_and_errors_have_the_commands_of_the_th
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT_ENGINE], capture_output=True, text=True, timeout=120, cwd=tmp_path
     )
+    assert done.stdout.count("This needs onnx, onnx_ir, onnxscript, not installed: pip install") == 3
     assert done.stdout.count("This needs ONNX Runtime, which is not installed") == 3, done.stderr
     assert not any(tmp_path.iterdir())
     found = re.findall(r"pip install (\S+) +the extra \[(\w+)\]", done.stdout)
     project = (ROOT / "pyproject.toml").read_text()
-    extras = dict(re.findall(r'^(cpu|cuda|stock) = \["(.*)", "ort_trainer\[trainer\]"\]$', project, re.MULTILINE))
+    extras = dict(re.findall(r'^(cpu|cuda|stock) = \["(.*)", "ort_trainer\[onnx\]"\]$', project, re.MULTILINE))
     assert len(extras) == 3 and {extra: text.strip("'") for text, extra in found} == extras
 
 
@@ -93,3 +109,13 @@ def test_flavours(
     warned = [str(warning.message) for warning in recwarn if "overwrite" in str(warning.message)]
     assert bool(warned) == (len(flavours) > 1)
     assert all(", ".join(flavours) in text for text in warned)
+
+
+def test_the_search_for_the_package_is_repeated_only_while_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    specs = iter([None, SimpleNamespace(origin=str(ROOT / "onnxruntime" / "__init__.py"))])
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: next(specs))
+    installed._installed_package.cache_clear()
+    try:
+        assert [installed._package() for _ in range(3)] == [None, ROOT / "onnxruntime", ROOT / "onnxruntime"]
+    finally:
+        installed._installed_package.cache_clear()

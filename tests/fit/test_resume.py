@@ -371,3 +371,23 @@ def test_values_of_any_kind_that_a_callback_adds(tmp_path: Path) -> None:
             progress=False,
         )
     assert result.resumed and [row["eval_flag"] for row in result.history] == [True, True]
+
+
+class SaysLess(list[Any]):
+    """Yields more batches than its length says."""
+
+    def __len__(self) -> int:
+        return 2
+
+
+def test_a_loader_that_yields_more_batches_than_its_length_resumes(tmp_path: Path) -> None:
+    batches = SaysLess(mlp_batches(5))
+    seed()
+    whole = new_trainer()
+    whole.fit(batches, epochs=1, progress=False)
+    seed()
+    new_trainer().fit(batches, max_steps=4, checkpoints=Checkpoints(tmp_path, every_n_batches=1), progress=False)
+    resumed = new_trainer()
+    resumed.fit(batches, epochs=1, resume=tmp_path / "last.ortckpt", progress=False)
+    for name, value in whole.state_dict(pytorch_format=True).items():
+        torch.testing.assert_close(resumed.state_dict(pytorch_format=True)[name], value, rtol=0, atol=0)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import platform
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 from benchmarks.sections import write_section
 
 from .import_map import ROOT
-from .record import COSTS
 from .step import Step
 
 PAGE = ROOT / "docs" / "reference" / "tests.md"
@@ -25,7 +24,6 @@ def page(command: str, ended: Sequence[Step], seed: str) -> str:
     parts += [
         f"Sampled with SEED={seed}." if command in SAMPLED else "Nothing was sampled.",
         steps(ended),
-        causes(ended),
     ]
     if command != "quick":
         parts.append(files(ended))
@@ -44,52 +42,25 @@ def steps(ended: Sequence[Step]) -> str:
     return table(("step", "result", "time", "tests passed", "skipped", "failed"), rows)
 
 
-def causes(ended: Sequence[Step]) -> str:
-    """Returns the table of where the tests' time went."""
-    rows = []
-    for one in ended:
-        if not one.tests:
-            continue
-        total = {key: sum(test[key] for test in one.tests) for key in COSTS}
-        own = total["seconds"] - total["exports"] - total["steps"] - total["forks"]
-        interpreters = total["interpreters"]
-        rows.append(
-            (
-                one.name,
-                f"{total['seconds']:.0f} s",
-                f"{total['exports']:.0f} s ({total['exports_count']})",
-                f"{total['forks']:.0f} s ({total['forks_count']})",
-                f"{interpreters:.0f} s",
-                f"{total['steps']:.0f} s ({total['steps_count']})",
-                f"{max(0.0, own - interpreters):.0f} s",
-            )
-        )
-    head = ("step", "tests", "exports", "forked processes", "interpreters", "training steps", "the rest")
-    return table(head, rows)
-
-
 def files(ended: Iterable[Step]) -> str:
     """Returns the table of the files that take longest."""
-    costs: defaultdict[str, Counter[str]] = defaultdict(Counter)
-    for one in ended:
-        for test in one.tests:
-            costs[test["test"].partition("::")[0]].update(tests=1, **{key: test[key] for key in COSTS})
-    longest = sorted(costs.items(), key=lambda item: -item[1]["seconds"])
-    others: Counter[str] = Counter()
-    for _, cost in longest[_MOST:]:
-        others.update(cost)
-    entries = [*((f"`{name}`", cost) for name, cost in longest[:_MOST]), (f"{len(longest[_MOST:])} others", others)]
-    rows = [
-        (name, cost["tests"], f"{cost['seconds']:.0f} s", cost["exports_count"], f"{cost['exports']:.0f} s")
-        for name, cost in entries
-    ]
-    return table(("file", "tests", "time", "exports", "of exports"), rows)
+    seconds: Counter[str] = Counter()
+    tests: Counter[str] = Counter()
+    for test in (test for one in ended for test in one.tests):
+        file = test["test"].partition("::")[0]
+        seconds[file] += test["seconds"]
+        tests[file] += 1
+    longest = seconds.most_common()
+    others = [name for name, _ in longest[_MOST:]]
+    rows = [(f"`{name}`", tests[name], f"{value:.0f} s") for name, value in longest[:_MOST]]
+    rows.append((f"{len(others)} others", sum(map(tests.get, others)), f"{sum(map(seconds.get, others)):.0f} s"))
+    return table(("file", "tests", "time"), rows)
 
 
 def write(ended: Sequence[Step]) -> None:
     """Writes the tables into docs/reference/tests.md, between their marks."""
     machine = f"Measured by `make everything` on {platform.machine()}, Python {platform.python_version()}."
-    write_section(PAGE, "make everything", "\n\n".join([machine, steps(ended), causes(ended), files(ended)]))
+    write_section(PAGE, "make everything", "\n\n".join([machine, steps(ended), files(ended)]))
 
 
 def _failures(ended: Iterable[Step]) -> Iterator[str]:
@@ -99,7 +70,8 @@ def _failures(ended: Iterable[Step]) -> Iterator[str]:
         for test in failed:
             yield f"FAILED {test}\n  {one.line(test)}"
         if one.failed and not failed:
-            yield f"FAILED {one.name}: exit code {one.code}\n  {one.line()}"
+            why = f"exit code {one.code}" if one.code else "it ran no test"
+            yield f"FAILED {one.name}: {why}\n  {one.line()}"
 
 
 def _skipped(ended: Iterable[Step]) -> str:

@@ -79,8 +79,10 @@ class Step:
 
     @property
     def failed(self) -> bool:
-        """Whether it failed."""
-        return bool(self.code) and not (self.may_be_empty and self.code == pytest.ExitCode.NO_TESTS_COLLECTED)
+        """Whether it failed, or skipped all its tests."""
+        is_empty = self.code == pytest.ExitCode.NO_TESTS_COLLECTED
+        ran_nothing = bool(self.tests) and all(test["outcome"] == "skipped" for test in self.tests)
+        return ran_nothing or (bool(self.code) and not (self.may_be_empty and is_empty))
 
     @cached_property
     def tests(self) -> list[dict[str, Any]]:

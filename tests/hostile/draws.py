@@ -20,6 +20,7 @@ import traceback
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from ort_trainer.core.errors import PACKAGE
 
@@ -32,27 +33,29 @@ SECONDS = 10
 _MEMORY = 4 << 30
 
 
-def attack(name: str, seed: str, folder: Path) -> tuple[str, str]:
+def attack(name: str, seed: str, folder: Path, part: tuple[Any, ...] | None = None) -> tuple[str, str]:
     """Makes a drawn attack.
 
     Args:
         name: The reader.
         seed: Draws the attack.
         folder: Where files may be written.
+        part: The path of the part of the first valid file that is attacked; by default, any part of any file.
 
     Returns:
         A description of the attack, and the outcome: ``read``, ``refused``, or a failure.
     """
     source, reader = random.Random(f"{name} {seed}"), readers()[name]
     (folder / "evil").write_text("never read")
-    content = source.choice(reader.sound)
-    if reader.by_path and source.random() < 0.03:
+    content = source.choice(reader.sound) if part is None else reader.sound[0]
+    if part is None and reader.by_path and source.random() < 0.03:
         what = source.choice(list(PLACES))
         path = reader.prepared(folder)
         PLACES[what](path)
         told, outcome = what, _outcome(reader, path, (OSError,))
     else:
-        told, data = attacked(content, reader.form, parts_of(name, content), source)
+        parts = parts_of(name, content)
+        told, data = attacked(content, reader.form, parts if part is None else {part: parts[part]}, source)
         path = reader.prepared(folder)
         path.write_bytes(data)
         outcome = _outcome(reader, path)

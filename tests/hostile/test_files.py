@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import resource
+import time
 import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
@@ -240,6 +241,15 @@ def test_hdf5_of_many_ways_to_the_same_place(tmp_path: Path, monkeypatch: pytest
             group["b"] = inner
             group = inner
     with pytest.raises(CheckpointError, match="takes more than 1 seconds"):
+        load_checkpoint_file(tmp_path / "file")
+
+
+def test_hdf5_that_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that waits uses no CPU time."""
+    (tmp_path / "file").write_bytes(LEGACY.read_bytes())
+    for name, value in (("_SECONDS", 0), ("_LONGEST_WAIT", 1), ("_check_sections", lambda *_: time.sleep(60))):
+        monkeypatch.setattr(f"ort_trainer.state.legacy.{name}", value)
+    with pytest.raises(CheckpointError, match="takes more than 0 seconds"):
         load_checkpoint_file(tmp_path / "file")
 
 

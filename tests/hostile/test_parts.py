@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from ort_trainer import CheckpointManager
 
 from ..helpers import mlp_batches, mlp_trainer
 from .draws import attack
-from .parts import parts_of, table
+from .parts import Part, parts_of, table
 from .readers import readers
 
 EACH = 4
@@ -21,17 +24,26 @@ def test_the_table_has_all_parts_that_are_written_and_no_others() -> None:
 
 
 def test_attacks_of_this_commit(seed: int, tmp_path: Path) -> None:
+    """A few on each reader, and one on each kind of part of the checkpoints that a training reads."""
+    attacks: list[tuple[str, tuple[Any, ...] | None]] = []
+    for name, reader in readers().items():
+        attacks += [(name, None)] * (EACH if name != "legacy" else 1)
+        if name.startswith("checkpoint of"):
+            attacks += [(name, path) for path in one_each(parts_of(name, reader.sound[0]), seed)]
     failures, outcomes = [], []
-    for name in readers():
-        for number in range(EACH if name != "legacy" else 1):
-            told, outcome = attack(name, f"{seed}.{number}", tmp_path)
-            outcomes.append(outcome)
-            if outcome not in ("read", "refused"):
-                failures.append(
-                    f"python -m tests.hostile.draws --reader {name!r} --case {seed}.{number}: {told}: {outcome}"
-                )
+    for number, (name, path) in enumerate(attacks):
+        told, outcome = attack(name, f"{seed}.{number}", tmp_path, path)
+        outcomes.append(outcome)
+        if outcome not in ("read", "refused"):
+            failures.append(f"attack({name!r}, '{seed}.{number}', folder, {path}): {told}: {outcome}")
     assert not failures
-    assert outcomes.count("refused") > len(outcomes) // 4
+    assert len(outcomes) > 200 and outcomes.count("refused") > len(outcomes) // 4
+
+
+def one_each(parts: Mapping[tuple[Any, ...], Part], seed: int) -> list[tuple[Any, ...]]:
+    """Returns a drawn path of each kind of part."""
+    paths = random.Random(seed).sample(list(parts), len(parts))
+    return list({id(parts[path]): path for path in paths}.values())
 
 
 def test_every_file_of_a_folder_has_a_reader(tmp_path: Path) -> None:

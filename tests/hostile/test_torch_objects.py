@@ -146,7 +146,7 @@ def check_wrong_values(optimizer: str, schedule: str, part: str) -> None:
             inner = state[part]
             for key in above:
                 inner = inner[key]
-            inner[last], cases = wrong, cases + 1
+            inner[last], cases = copy.deepcopy(wrong), cases + 1  # a step may change it in place
             before, where = trained.state(), (*above, last, wrong)
             try:
                 trained.load(state)
@@ -188,3 +188,12 @@ def test_sound_states_go_on_loading(optimizer: str, schedule: str, steps: int) -
     for other in (Trained(optimizer, schedule, 0), Trained(optimizer, schedule, 2)):
         other.load(state)
         assert same(other.state(), one.state())
+
+
+def test_rates_may_grow() -> None:
+    """A schedule of another factor is tried for as many steps, at which its rates would be infinite."""
+    one, other = Trained("SGD", "ExponentialLR", 0), Trained("SGD", "ExponentialLR", 0)
+    state = one.state()
+    state["lr_scheduler"].update(gamma=1e3, last_epoch=900, _step_count=901)
+    other.load(state)
+    assert other.scheduler.gamma == 1e3

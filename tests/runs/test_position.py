@@ -14,6 +14,7 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, TensorDataset
 
 from ort_trainer import CheckpointError, Position
+from ort_trainer.runs.checks import check_place
 from ort_trainer.runs.position import own_place
 from ort_trainer.state import load_checkpoint_file, save_checkpoint_file
 
@@ -249,3 +250,23 @@ def test_a_loop_may_go_back(kind: str) -> None:
     position.load_state_dict(through_a_file(position.state_dict()))
     with pytest.raises(RuntimeError, match=r"restored while these batches were being iterated.*with a break"):
         next(rest)
+
+
+class SaysLess(list[Any]):
+    """Yields more batches than its length says."""
+
+    def __len__(self) -> int:
+        return 2
+
+
+def test_a_loader_that_yields_more_batches_than_its_length_goes_on() -> None:
+    position = Position(SaysLess([1, 2, 3, 4, 5]))
+    assert list(itertools.islice(position.batches(), 4)) == [1, 2, 3, 4]
+    for _ in range(2):  # what a resumed run saves at once is the same
+        state = through_a_file(position.state_dict())
+        check_place(state, "place", None)  # a reader of the file
+        position = Position(SaysLess([1, 2, 3, 4, 5]))
+        position.load_state_dict(state)
+    assert (list(position.batches()), position.epoch) == ([5], 2)
+    with pytest.raises(ValueError, match="in the middle of an epoch of None batches, but the loader has 9"):
+        Position(range(9)).check(state)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ort_trainer.step.origins import LOSS, Origin, Origins, parent_of
+from ort_trainer.step.origins import FUSED, LOSS, Origin, Origins, with_parents
 
 MODULES = [("", "Net"), ("first", "Linear"), ("body", "Sequential"), ("body.0", "ReLU"), (LOSS, "")]
 
@@ -34,4 +34,11 @@ def test_nothing_is_known_of_an_empty_text() -> None:
 
 
 def test_parents() -> None:
-    assert [parent_of(path) for path in ("", LOSS, "a", "a.0.b", f"{LOSS}.a")] == [None, None, "", "a.0", LOSS]
+    around = {path: [*with_parents(path)] for path in ("", LOSS, FUSED, "a.0.b", f"{LOSS}.a")}
+    assert around == {
+        "": [""],
+        LOSS: [LOSS],
+        FUSED: [FUSED],
+        "a.0.b": ["a.0.b", "a.0", "a", ""],
+        f"{LOSS}.a": [f"{LOSS}.a", LOSS],
+    }

@@ -134,54 +134,33 @@ class _Node(Block):
         return self._add(type(self).__name__, names, **self._attributes)
 
 
-class Add(_Node):
-    """The sum of two values."""
+def _node(name: str, doc: str) -> type[_Node]:
+    """Returns the class of a node without attributes."""
+    return type(name, (_Node,), {"__doc__": doc, "__module__": __name__})
 
 
-class Sub(_Node):
-    """The difference of two values."""
+Add = _node("Add", "The sum of two values.")
+Sub = _node("Sub", "The difference of two values.")
+Mul = _node("Mul", "The product of two values.")
+Div = _node("Div", "The quotient of two values.")
+Sigmoid = _node("Sigmoid", "1 / (1 + exp(-x)).")
+Log = _node("Log", "The natural logarithm.")
+Neg = _node("Neg", "The negative.")
+Abs = _node("Abs", "The absolute value.")
+SequenceConstruct = _node("SequenceConstruct", "A sequence of several values.")
 
 
-class Mul(_Node):
-    """The product of two values."""
+class _Reduction(_Node):
+    def __init__(self, keepdims: bool = True) -> None:
+        super().__init__(keepdims=int(keepdims))
 
 
-class Div(_Node):
-    """The quotient of two values."""
-
-
-class Sigmoid(_Node):
-    """1 / (1 + exp(-x))."""
-
-
-class Log(_Node):
-    """The natural logarithm."""
-
-
-class Neg(_Node):
-    """The negative."""
-
-
-class Abs(_Node):
-    """The absolute value."""
-
-
-class SequenceConstruct(_Node):
-    """A sequence of several values."""
-
-
-class ReduceMean(_Node):
+class ReduceMean(_Reduction):
     """The mean of all elements."""
 
-    def __init__(self, keepdims: bool = True) -> None:
-        super().__init__(keepdims=int(keepdims))
 
-
-class ReduceSum(_Node):
+class ReduceSum(_Reduction):
     """The sum of all elements."""
-
-    def __init__(self, keepdims: bool = True) -> None:
-        super().__init__(keepdims=int(keepdims))
 
 
 class Cast(_Node):

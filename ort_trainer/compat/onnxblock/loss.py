@@ -16,7 +16,7 @@ _REDUCTIONS: dict[str, Any] = {"mean": ReduceMean, "sum": ReduceSum, "none": Pas
 
 
 class _Loss(Block):
-    def __init__(self, reduction: str) -> None:
+    def __init__(self, reduction: str = "mean") -> None:
         if reduction not in _REDUCTIONS:
             raise ValueError(f"reduction must be one of {list(_REDUCTIONS)}, but {shown(reduction)} was given")
         self._reduction = reduction
@@ -30,9 +30,6 @@ class _Loss(Block):
 class MSELoss(_Loss):
     """The squared difference of prediction and target."""
 
-    def __init__(self, reduction: str = "mean") -> None:
-        super().__init__(reduction)
-
     def build(self, loss_input_name: str, target_name: str = "target") -> str:
         """Adds the loss of a prediction."""
         difference = Sub()(loss_input_name, self._target(loss_input_name, target_name))
@@ -41,9 +38,6 @@ class MSELoss(_Loss):
 
 class L1Loss(_Loss):
     """The absolute difference of prediction and target."""
-
-    def __init__(self, reduction: str = "mean") -> None:
-        super().__init__(reduction)
 
     def build(self, loss_input_name: str, target_name: str = "target") -> str:
         """Adds the loss of a prediction."""

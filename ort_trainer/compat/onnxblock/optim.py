@@ -23,7 +23,7 @@ class ClipGradNorm(Block):
 
 
 class _Optimizer(Block):
-    def __init__(self, clip_grad: ClipGradNorm | None) -> None:
+    def __init__(self, clip_grad: ClipGradNorm | None = None) -> None:
         self._clip = clip_grad
 
     def _gradients(self) -> str:
@@ -60,9 +60,6 @@ class AdamW(_Optimizer):
 
 class SGD(_Optimizer):
     """Plain stochastic gradient descent."""
-
-    def __init__(self, clip_grad: ClipGradNorm | None = None) -> None:
-        super().__init__(clip_grad)
 
     def build(self, parameters: Any = ()) -> str:
         """Adds the update of sequences of parameters and gradients."""

@@ -12,8 +12,6 @@ from ...core.errors import MissingStateWarning
 from ...core.optimizer_keys import SHARED, STEP, UPDATE_COUNT
 from ...trainer import ORTTrainer
 
-__all__ = ["flat_state_dict", "load_flat_state_dict"]
-
 
 def flat_state_dict(trainer: ORTTrainer, include_optimizer_state: bool) -> dict[str, torch.Tensor]:
     """Returns all weights and buffers, and the optimizer's state, in one flat dict of tensors on the CPU.

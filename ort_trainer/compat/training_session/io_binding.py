@@ -16,8 +16,6 @@ from ...core.errors import shown
 from ...engine import ort
 from ...step import Step
 
-__all__ = ["IOBinding", "check_binding"]
-
 
 class IOBinding:
     """Binds memory to the inputs and outputs of a :class:`~ort_trainer.TrainingSession`.

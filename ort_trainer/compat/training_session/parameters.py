@@ -17,21 +17,8 @@ from ...engine.ort import SessionOptions, available_providers, has_cuda, known_p
 from ...export.onnx import OnnxModel
 from ...optim import OptimizerConfig
 from ...optim.rules import CONFIGS
+from ...options.schema import leaves, load_schema
 from ...trainer import ORTTrainer
-
-__all__ = [
-    "TrainingParameters",
-    "check_rate_name",
-    "fallback_providers",
-    "feed_of",
-    "former_options",
-    "frozen_of",
-    "number_of",
-    "optimizer_of",
-    "options_of",
-    "providers_of",
-    "state_to_begin_with",
-]
 
 
 @dataclass
@@ -287,27 +274,11 @@ def optimizer_of(parameters: TrainingParameters, model: OnnxModel) -> OptimizerC
     return CONFIGS[name or "SGDOptimizer"](params=groups)
 
 
-# Section of the options -> the settings of ONNX Runtime's former classes that have the same name in it.
-_SAME_NAME = {
-    "batch": ("gradient_accumulation_steps",),
-    "distributed": ("world_rank", "world_size", "data_parallel_size", "horizontal_parallel_size"),
-    "distributed.pipeline_parallel": (
-        *("pipeline_parallel_size", "num_pipeline_micro_batches", "pipeline_cut_info_string"),
-        *("sliced_schema", "sliced_axes", "sliced_tensor_names"),
-    ),
-    "graph_transformer": (
-        *("attn_dropout_recompute", "gelu_recompute", "transformer_layer_recompute", "number_recompute_layers"),
-    ),
-    "debug.graph_save_paths": (
-        *("model_after_graph_transforms_path", "model_with_gradient_graph_path", "model_with_training_graph_path"),
-    ),
-}
-# Former name of a setting -> its dotted path among the options.
+# Former name of a setting -> its dotted path among the options; most have the same name there.
+_FORMER = {each.name for each in fields(TrainingParameters)}
 _PLACES = {
-    **{name: f"{section}.{name}" for section, names in _SAME_NAME.items() for name in names},
-    "allreduce_post_accumulation": "distributed.allreduce_post_accumulation",
+    **{name: path for path, _ in leaves(load_schema("trainer_options")) if (name := path.split(".")[-1]) in _FORMER},
     "deepspeed_zero_stage": "distributed.deepspeed_zero_optimization.stage",
-    "enable_adasum": "distributed.enable_adasum",
     "enable_grad_norm_clip": "utils.grad_norm_clip",
     "propagate_cast_ops_allow": "graph_transformer.propagate_cast_ops_config.allow",
     "propagate_cast_ops_level": "graph_transformer.propagate_cast_ops_config.level",

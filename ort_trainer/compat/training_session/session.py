@@ -37,8 +37,6 @@ from .parameters import (
     state_to_begin_with,
 )
 
-__all__ = ["ModelMetadata", "NodeArg", "TrainerSession", "TrainingSession"]
-
 _ONNX_NAMES = {"float32": "float", "float64": "double"}
 _NO_VERSION = 2**63 - 1  # what ONNX Runtime returns for a model without one
 _ALL_FINITE = "all_gradients_finite"

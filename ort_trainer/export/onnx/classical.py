@@ -9,7 +9,7 @@ import onnx
 import onnx_ir as ir
 
 from ...core.errors import ExportError
-from ...step.emitter import Names
+from ...step.names import Names
 
 DOMAIN = "ai.onnx.ml"
 """The domain of the operators of classical machine learning."""

@@ -9,7 +9,7 @@ import onnx_ir as ir
 import torch
 
 from ...options import ModelDescription
-from ...step.emitter import Names
+from ...step.names import Names
 from ..torch import LossFunction, takes_label
 from .load import OnnxModel
 from .shapes import dtype_of, known_shapes

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import numpy as np
 import onnx_ir as ir
 
-from ...step.emitter import Names
+from ...step.names import Names
 
 WEIGHT_TYPES = (ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 """The types of weights."""

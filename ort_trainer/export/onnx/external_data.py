@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path, PurePosixPath, PureWindowsPath
 
 import onnx
 
 from ...core.errors import ExportError, shown
+from ...step.opset import all_nodes, bodies
 
 
 def check_external_data(model: onnx.ModelProto, folder: Path | None, what: str) -> None:
@@ -84,29 +85,13 @@ def _all_graphs(model: onnx.ModelProto) -> Iterator[onnx.GraphProto]:
     """Yields the graphs of a model, including those in attributes of nodes."""
     yield from _graphs(model)
     for node in _all_nodes(model):
-        yield from _bodies(node)
+        yield from bodies(node)
 
 
 def _all_nodes(model: onnx.ModelProto) -> Iterator[onnx.NodeProto]:
     """Yields all nodes of a model, including those of functions and of graphs in attributes."""
     for nodes in (*(graph.node for graph in _graphs(model)), *(function.node for function in model.functions)):
-        yield from _nodes(nodes)
-
-
-def _nodes(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
-    """Yields nodes, including those of graphs in their attributes."""
-    for node in nodes:
-        yield node
-        for graph in _bodies(node):
-            yield from _nodes(graph.node)
-
-
-def _bodies(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
-    """Yields the graphs in attributes of a node."""
-    for attribute in node.attribute:
-        if attribute.HasField("g"):
-            yield attribute.g
-        yield from attribute.graphs
+        yield from all_nodes(nodes)
 
 
 def _initializers(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:

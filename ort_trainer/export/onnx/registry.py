@@ -4,6 +4,7 @@ Every file of ``operators/`` is a family of operators; new files are found autom
 
 - takes the inputs positionally, as tensors; absent optional ones are None, and a variadic input is ``*args``;
 - takes attributes by keyword. Defaults are those of ONNX's schema; where that has none, the function's own;
+- may pass other attributes on, as ``**attributes``, to a function or class that takes them by keyword;
 - may take the keyword ``node``, for errors, the number of outputs, and whether the model is in training mode;
 - returns a tensor, a known array (see ``values.py``), or a tuple of them, one for each output.
 
@@ -144,6 +145,7 @@ def operator(
     scalars: Collection[int] | bool = (),
     updates: Mapping[int, int] | None = None,
     takes_rounded: bool = False,
+    passing: Callable[..., Any] | None = None,
 ) -> Callable[[_Function], _Function]:
     """Registers a function for operators.
 
@@ -159,8 +161,10 @@ def operator(
         updates: Output -> input, for each output that is the new value of an input. In training mode it is written
             into the module's buffer, if the input is a running statistic.
         takes_rounded: Whether the function takes quantized numbers as :class:`~.values.Rounded`.
+        passing: What the function passes its ``**attributes`` to.
     """
-    return _registering("operators", names, since, until, domain, known_inputs, scalars, updates or {}, takes_rounded)
+    others = (known_inputs, scalars, updates or {}, takes_rounded, passing)
+    return _registering("operators", names, since, until, domain, *others)
 
 
 def known_operator(
@@ -183,6 +187,7 @@ def _registering(
     scalars: Collection[int] | bool,
     updates: Mapping[int, int],
     takes_rounded: bool = False,
+    passing: Callable[..., Any] | None = None,
 ) -> Callable[[_Function], _Function]:
     """Returns a decorator that adds a function to a table, under each operator's name."""
     table = _TABLES[table_name]
@@ -190,7 +195,7 @@ def _registering(
     def register(function: _Function) -> _Function:
         for name in names:
             key = (table_name, domain, name, len(table[domain, name]))
-            entry = _describe(key, function, since, until, known_inputs, scalars, updates)
+            entry = _describe(key, function, since, until, known_inputs, scalars, updates, passing)
             entry = dataclasses.replace(entry, takes_rounded=takes_rounded)
             for other in table[domain, name]:
                 if since <= (other.until or since) and other.since <= (until or other.since):
@@ -220,9 +225,12 @@ def _describe(
     known_inputs: Collection[int] | bool,
     scalars: Collection[int] | bool,
     updates: Mapping[int, int],
+    passing: Callable[..., Any] | None = None,
 ) -> Operator:
     """Reads from a function's signature which inputs and attributes it takes."""
-    parameters = inspect.signature(function).parameters.values()
+    parameters = list(inspect.signature(function).parameters.values())
+    if passing is not None:
+        parameters += [p for p in inspect.signature(passing).parameters.values() if p.kind == p.KEYWORD_ONLY]
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     variadic = any(p.kind == p.VAR_POSITIONAL for p in parameters)
     keywords = [p for p in parameters if p.kind == p.KEYWORD_ONLY and p.name != "node"]

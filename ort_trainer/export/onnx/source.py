@@ -18,8 +18,6 @@ from ...step import Step
 from ..model_source import Builder, Layouts, Named
 from ..nested import Layout
 from ..torch import GraphBuilder, LossFunction
-from ..torch.capture.eager import EagerStep
-from ..torch.compile_later import Compilation
 from ..torch.model import TorchSource
 from .describe import check_inputs, describe_onnx, input_dtypes
 from .load import OnnxModel, load_onnx_model
@@ -85,7 +83,7 @@ class OnnxSource(TorchSource):
         built = super().builder(description, layouts, parameters, portable)
         assert isinstance(built, GraphBuilder)
         step = dataclasses.replace(built.step, loss_of_first=True)
-        return _Builder(dataclasses.replace(built, step=step), input_dtypes(self._loaded))
+        return _Builder(**{**vars(built), "step": step}, dtypes=input_dtypes(self._loaded))
 
     def large_constants(self) -> Named:
         """Returns the constants of the file with at least two dimensions; see the base class."""
@@ -104,27 +102,17 @@ class OnnxSource(TorchSource):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Builder:
+class _Builder(GraphBuilder):
     """Checks the dtypes of a batch before it builds graphs: nodes of ONNX do not convert between dtypes.
 
     Attributes:
-        builder: The builder for the model's module.
         dtypes: The dtypes of the model's inputs by name.
     """
 
-    builder: GraphBuilder
-    dtypes: Mapping[str, torch.dtype]
+    dtypes: Mapping[str, torch.dtype] = dataclasses.field(default_factory=dict)
 
-    def build(
-        self,
-        batch: Named,
-        training: bool,
-        fetched: Sequence[str] | None = None,
-        padded: bool = False,
-        branching: bool = False,
-        anew: bool = False,
-    ) -> Step:
-        """Returns the training or evaluation graph for a sample batch; see the protocol.
+    def build(self, batch: Named, *args: Any, **kwargs: Any) -> Step:
+        """Returns the training or evaluation graph for a sample batch; see the base class.
 
         Raises:
             TypeError: If an input has another dtype than the model takes.
@@ -136,16 +124,4 @@ class _Builder:
                 raise TypeError(
                     f"input {name!r} has dtype {value.dtype}, but the ONNX model takes {dtype}: use .to({dtype})"
                 )
-        return self.builder.build(batch, training, fetched, padded, branching, anew)
-
-    def compile_later(self, batch: Named, fetched: Sequence[str], step: Step) -> Compilation | None:
-        """Begins to compile a training graph for other kernels; see the protocol."""
-        return self.builder.compile_later(batch, fetched, step)
-
-    def reference(self, batch: Named, tensors: Named) -> tuple[Sequence[torch.Tensor], float]:
-        """Returns the outputs of the model's module in evaluation mode, and the size of a rounding."""
-        return self.builder.reference(batch, tensors)
-
-    def eager(self, *args: Any, **kwargs: Any) -> EagerStep:
-        """Returns PyTorch's own results of a training step of the model's module; see the protocol."""
-        return self.builder.eager(*args, **kwargs)
+        return super().build(batch, *args, **kwargs)

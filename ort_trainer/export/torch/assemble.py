@@ -18,7 +18,7 @@ from ...core.dims import symbols_of
 from ...core.errors import ExportError
 from ...options import InputDescription, ModelDescription
 from ...step import SIZES, Dim, RandomInput, Step, TensorSpec, dtype_name
-from ...step.emitter import Names
+from ...step.names import Names
 from .capture.step_module import ExportedStep
 from .graph.divide import Part, depends_on, divide, independent, without
 from .graph.flat_graph import FlatGraph

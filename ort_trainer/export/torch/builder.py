@@ -222,8 +222,7 @@ class GraphBuilder:
                 return run_export(dataclasses.replace(self.step, answers=answers)).to_bytes()
 
             draw = progress.draw if progress.shown else None
-            # A training step on PyTorch's kernels does not need ONNX Runtime.
-            meanwhile = None if training and kinds(self.step.kernels)[0].of_pytorch else preload
+            meanwhile = None if kinds(self.step.kernels)[0].of_pytorch else preload  # of ONNX Runtime
             answer = run_in_child(in_child, draw, meanwhile) if can_isolate() else None
             export = run_export(self.step) if answer is None else Export.from_bytes(answer)
         if self.depends_on_modes is not None:
@@ -247,7 +246,7 @@ class GraphBuilder:
             from ...step.postprocess import postprocessed
 
             graph = postprocessed(graph, self.postprocess)
-        if not self.contrib_ops:
+        if not self.contrib_ops and graph.programs is None:
             _refuse_contrib_ops(graph)
         return graph
 

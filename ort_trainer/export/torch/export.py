@@ -37,7 +37,7 @@ from .capture.step_module import ExportedStep
 from .fx.explain import forward_line, is_meant, may_be_sizes, unforeseen
 from .fx.symbols import remembered_sizes
 from .graph.kernels import Kernels
-from .lower.kinds import ONNX_RUNTIME, PROGRAMS, kinds
+from .lower.kinds import kinds
 from .outside.places import Place, read
 from .outside.recorder import Recorder
 
@@ -95,11 +95,11 @@ def export(
 
 
 def _usable_kinds(step: ExportedStep, training: bool, device: torch.device) -> list[Kernels]:
-    """Returns the kinds of kernels to try in order; evaluation prefers those of ONNX Runtime, for one graph of ONNX."""
+    """Returns the kinds of kernels to try in order."""
     allowed = kinds(step.kernels)
     if not training:
-        allowed = [ONNX_RUNTIME, PROGRAMS] if allowed[0].of_pytorch else [ONNX_RUNTIME]
-    elif device.type == "cpu":  # all that are preferred run there
+        allowed = [kind.for_evaluation() for kind in allowed]
+    if training and device.type == "cpu":  # all that are preferred run there
         return allowed
     # A graph that is written to a file may be for another machine.
     return [kind for kind in allowed if not kind.objection(device)] or allowed[:1]

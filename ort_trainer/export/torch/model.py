@@ -150,12 +150,16 @@ class TorchSource(ModelSource):
         """Returns whose kernels compute the training step.
 
         Raises:
-            ValueError: If PyTorch's kernels were requested but can't be used.
+            ValueError: If the requested kernels can't be used.
         """
         name = self._options.utils.kernels
         usable, reason = choose(name, self._objection)
         if not usable:
-            raise ValueError(f"utils.kernels is {name!r}, but {reason}: set it to 'auto' or 'onnxruntime'")
+            others = [repr(value) for value in ("auto", "onnxruntime") if not all(map(self._objection, kinds(value)))]
+            way = f"set it to {' or '.join(others)}" if others else "leave out what requires ONNX operators"
+            if name == ONNX_RUNTIME.name:
+                way += ", or install a build of ONNX Runtime for this device"
+            raise ValueError(f"utils.kernels is {name!r}, but {reason}: {way}")
         return usable
 
     def _padding_mask(self, description: ModelDescription) -> str:

@@ -267,40 +267,6 @@ def test_state_goes_into_another_session(path: Path) -> None:
         second.load_state({**weights, "fc2.bias": np.zeros(9, np.float32)})
 
 
-def test_what_the_session_tells(path: Path, tmp_path: Path) -> None:
-    options = onnxruntime.SessionOptions()
-    options.enable_profiling = True
-    options.profile_file_prefix = str(tmp_path / "profile")
-    session = TrainingSession(path, parameters(), options, ["CPUExecutionProvider"], [{}])
-    x, y = mlp_batches(1)[0]
-    session.run(None, feed(x, y, **{RATE: 0.1}))
-    assert session.get_providers() == ["CPUExecutionProvider"]
-    assert set(session.get_provider_options()) == {"CPUExecutionProvider"}
-    assert session.get_session_options().enable_profiling
-    assert session.get_profiling_start_time_ns() > 0
-    assert Path(session.end_profiling()).stat().st_size > 100
-    assert session.get_modelmeta().graph_name
-    assert session.get_overridable_initializers() == [] and session.get_partition_info_map() == {}
-    described = {entry.name: (entry.type, entry.shape) for entry in (*session.get_inputs(), *session.get_outputs())}
-    assert described == {
-        "x": ("tensor(float)", ["batch", 8]),
-        "label": ("tensor(int64)", ["batch"]),
-        RATE: ("tensor(float)", [1]),
-        "loss": ("tensor(float)", []),
-        "logits": ("tensor(float)", ["batch", 3]),
-    }
-
-
-def test_what_a_session_with_default_arguments_tells(path: Path) -> None:
-    session = TrainingSession(path, parameters())
-    metadata = session.get_modelmeta()
-    proto = onnx.load(path)
-    assert (metadata.graph_name, metadata.producer_name) == (proto.graph.name, proto.producer_name)
-    assert metadata.custom_metadata_map == {entry.key: entry.value for entry in proto.metadata_props}
-    assert session.get_provider_options() == {"CPUExecutionProvider": {}}
-    assert session.get_profiling_start_time_ns() == 0 and session.end_profiling() == ""
-
-
 def test_outputs_have_the_types_that_a_run_returns(path: Path) -> None:
     session = TrainingSession(path, parameters(use_mixed_precision=True, loss_scale=1.0))
     x, y = mlp_batches(1)[0]
@@ -360,27 +326,6 @@ def test_weights_that_the_file_froze_can_be_trained(path: Path, tmp_path: Path) 
     assert "fc1.weight" in chosen and "fc1.bias" not in chosen
 
 
-def test_graph_files_and_immutable_weights(path: Path, tmp_path: Path) -> None:
-    given = {
-        f"model_{kind}_path": str(tmp_path / f"{kind}.onnx")
-        for kind in ("after_graph_transforms", "with_gradient_graph", "with_training_graph")
-    }
-    session = TrainingSession(path, parameters(**given))
-    assert sorted(file.stem for file in tmp_path.iterdir()) == sorted(
-        ["after_graph_transforms", "with_gradient_graph", "with_training_graph"]
-    )
-    x, y = mlp_batches(1)[0]
-    onnxruntime.InferenceSession(tmp_path / "with_training_graph.onnx")
-    session.run(["loss"], feed(x, y, **{RATE: 0.1}))
-
-    proto = onnx.load(path)
-    (bias,) = (i for i in proto.graph.initializer if i.name == "fc2.bias")
-    bias.CopyFrom(onnx.numpy_helper.from_array(np.full(3, 0.25, np.float32), "fc2.bias"))
-    constant = {"Gemm": {2: 0.25}}
-    session = TrainingSession(proto.SerializeToString(), parameters(immutable_weights=constant))
-    assert "fc2.bias" not in session.get_state() and "fc1.bias" in session.get_state()
-
-
 @pytest.mark.parametrize(
     ("properties", "error", "message"),
     [
@@ -427,8 +372,6 @@ def test_graph_files_and_immutable_weights(path: Path, tmp_path: Path) -> None:
         ({"gradient_accumulation_steps": 0}, ValueError, "must be an int of at least 1"),
         ({"enable_adasum": True}, ValueError, "enable_adasum: has no effect in one process"),
         ({"gelu_recompute": True}, ExportError, "gelu_recompute: the training graph has no GELU"),
-        ({"propagate_cast_ops_level": 0}, ValueError, "propagate_cast_ops_config.level: can't be changed"),
-        ({"pipeline_cut_info_string": "a"}, ValueError, "no effect without a pipeline"),
         (
             {"model_with_gradient_graph_path": "no/such/folder.onnx"},
             FileNotFoundError,
@@ -610,18 +553,6 @@ def test_the_format_that_options_ask_for(kind: str) -> None:
     with pytest.raises(ValueError, match="session.load_model_format 'ORT', but models in ONNX Runtime's own format"):
         trainer.train_step(x, y)
     assert trainer.train_step_info.step == 0
-
-
-def test_the_format_that_options_of_a_session_ask_for(path: Path) -> None:
-    x, y = mlp_batches(1)[0]
-    for kind in ("ONNX", "ORT"):
-        options = onnxruntime.SessionOptions()
-        options.add_session_config_entry("session.load_model_format", kind)
-        if kind == "ORT":
-            with pytest.raises(ValueError, match="session.load_model_format 'ORT', but models in ONNX Runtime's own"):
-                TrainingSession(path, parameters(), options)
-        else:
-            assert TrainingSession(path, parameters(), options).run(["loss"], feed(x, y, **{RATE: 0.1}))[0] > 0
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,7 @@
-"""Composites against the operators that they replace: values, and gradients where there are any."""
+"""Functions for operators against the operators, where PyTorch's own test samples have no such call."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,83 +11,23 @@ import torch.nn.functional as F
 from ort_trainer.export.torch.capture.capture import exportable_functions
 from ort_trainer.export.torch.operators.registry import composites, decompositions, replacements
 
+from .test_samples import compare, tensors_of
+
 aten = torch.ops.aten
-
-
-def tensors_of(value: Any) -> list[torch.Tensor]:
-    return [value] if isinstance(value, torch.Tensor) else list(value)
-
-
-def compare(ours: Callable[..., Any], theirs: Callable[..., Any], *args: Any, outputs: int | None = None) -> None:
-    """Compares the first ``outputs`` (default: all), and the gradients of all floating-point arguments."""
-    results = []
-    for function in (ours, theirs):
-        fresh = [
-            a.detach().clone().requires_grad_() if isinstance(a, torch.Tensor) and a.is_floating_point() else a
-            for a in args
-        ]
-        values = tensors_of(function(*fresh))[:outputs]
-        torch.manual_seed(0)
-        total = sum((v * torch.randn(v.shape)).sum() for v in values if v.is_floating_point() and v.requires_grad)
-        leaves = [a for a in fresh if isinstance(a, torch.Tensor) and a.is_floating_point()]
-        differentiable = isinstance(total, torch.Tensor)
-        gradients = torch.autograd.grad(total, leaves, allow_unused=True) if differentiable else [None] * len(leaves)
-        results.append((values, gradients))
-    (our_values, our_gradients), (their_values, their_gradients) = results
-    for a, b in zip(our_values, their_values, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
-    for a, b in zip(our_gradients, their_gradients, strict=True):
-        zero = torch.zeros(()) if b is None and a is None else torch.zeros_like(b if a is None else a)
-        torch.testing.assert_close(zero if a is None else a, zero if b is None else b, rtol=1e-3, atol=1e-4)
 
 
 TOKENS, STARTS = torch.tensor([1, 4, 4, 0, 2, 1, 3]), torch.tensor([0, 2, 2, 5])
 MASK = torch.rand(4, 6, generator=torch.Generator().manual_seed(3)) > 0.5
-INDEX = torch.tensor([[0, 1, 1], [2, 0, 2], [3, 3, 3], [1, 0, 0]])
-LABELS = torch.tensor([[1, 3, -1, 0, -1, -1], [0, 2, 4, 5, 1, 3], [-1, 0, 0, 0, 0, 0], [4, 0, -1, -1, -1, -1]])
 
-IMAGE = torch.randn(2, 3, 5, 6)
 CASES = {
-    "grid_sampler, bilinear": (aten.grid_sampler.default, (IMAGE, torch.rand(2, 4, 4, 2), 0, 0, False)),
-    "grid_sampler, border": (aten.grid_sampler.default, (IMAGE, torch.randn(2, 4, 4, 2), 0, 1, True)),
-    "grid_sampler, nearest": (aten.grid_sampler.default, (IMAGE, torch.rand(2, 4, 4, 2), 1, 0, False)),
     "affine_grid": (aten.affine_grid_generator.default, (torch.randn(2, 2, 3), [2, 3, 4, 5], False)),
     "affine_grid, corners": (aten.affine_grid_generator.default, (torch.randn(2, 2, 3), [2, 3, 4, 5], True)),
-    "bilinear": (aten.bilinear.default, (torch.randn(5, 3), torch.randn(5, 4), torch.randn(2, 3, 4), torch.randn(2))),
-    "bilinear, no bias": (aten.bilinear.default, (torch.randn(5, 3), torch.randn(5, 4), torch.randn(2, 3, 4))),
     "weight_norm": (aten._weight_norm.default, (torch.randn(5, 3), torch.randn(5, 1), 0)),
     "weight_norm, last dimension": (aten._weight_norm.default, (torch.randn(5, 3), torch.randn(1, 3), 1)),
-    "cdist": (aten.cdist.default, (torch.randn(2, 4, 3), torch.randn(2, 5, 3), 2.0)),
-    "cdist, p=1": (aten.cdist.default, (torch.randn(4, 3), torch.randn(5, 3), 1.0)),
-    "cdist, p=3": (aten.cdist.default, (torch.randn(4, 3), torch.randn(5, 3), 3.0)),
-    "cdist, p=inf": (aten.cdist.default, (torch.randn(4, 3), torch.randn(5, 3), float("inf"))),
-    "cdist, p=0": (aten.cdist.default, (torch.randn(4, 3), torch.randn(5, 3), 0.0)),
-    "pdist": (aten.pdist.default, (torch.randn(5, 3), 2.0)),
-    "adaptive_max_pool1d": (aten.adaptive_max_pool1d.default, (torch.randn(2, 3, 7), [3])),
-    "adaptive_max_pool2d": (aten.adaptive_max_pool2d.default, (torch.randn(2, 3, 7, 8), [3, 5])),
-    "adaptive_max_pool2d, no batch": (aten.adaptive_max_pool2d.default, (torch.randn(3, 7, 8), [2, 2])),
-    "adaptive_max_pool3d": (aten.adaptive_max_pool3d.default, (torch.randn(2, 3, 4, 5, 6), [2, 3, 4])),
-    "adaptive_avg_pool1d": (aten.adaptive_avg_pool1d.default, (torch.randn(2, 3, 7), [1])),
     "adaptive_avg_pool2d": (aten.adaptive_avg_pool2d.default, (torch.randn(2, 3, 7, 8), [1, 1])),
-    "adaptive_avg_pool3d": (aten.adaptive_avg_pool3d.default, (torch.randn(2, 3, 4, 5, 6), [2, 3, 4])),
-    "pad, replicate": (aten.pad.default, (torch.randn(2, 3, 4, 5), [2, 1, 0, 3], "replicate")),
-    "pad, replicate and crop": (aten.pad.default, (torch.randn(2, 3, 4, 5), [-1, 1, 2, -2], "replicate")),
-    "multilabel_margin_loss": (aten.multilabel_margin_loss.default, (torch.randn(4, 6), LABELS)),
-    "multilabel_margin_loss, sum": (aten.multilabel_margin_loss.default, (torch.randn(4, 6), LABELS, 2)),
-    "multilabel_margin_loss, one": (aten.multilabel_margin_loss.default, (torch.randn(6), LABELS[0])),
-    "kthvalue": (aten.kthvalue.default, (torch.randn(4, 6), 2, 0)),
-    "kthvalue, keepdim": (aten.kthvalue.default, (torch.randn(4, 6), 3, -1, True)),
-    "median": (aten.median.default, (torch.randn(4, 6),)),
-    "median, dim": (aten.median.dim, (torch.randn(4, 6), 1)),
-    "cummax": (aten.cummax.default, (torch.randn(4, 6).round(), 1)),
-    "cummin": (aten.cummin.default, (torch.randn(4, 6).round(), 0)),
     "cummax, int": (aten.cummax.default, (torch.randint(-3, 3, (4, 6)), 1)),
     "cummax, -inf": (aten.cummax.default, (torch.tensor([[-float("inf"), -float("inf"), 1.0, -2.0]]), 1)),
-    "cdist, p=0.5": (aten.cdist.default, (torch.randn(4, 3).relu(), torch.randn(5, 3).relu(), 0.5)),
-    "masked_scatter": (aten.masked_scatter.default, (torch.randn(4, 6), MASK, torch.randn(24))),
     "masked_scatter, broadcast": (aten.masked_scatter.default, (torch.randn(3, 4, 6), MASK, torch.randn(72))),
-    "take": (aten.take.default, (torch.randn(4, 6), torch.tensor([[0, 5], [-1, 7]]))),
-    "put": (aten.put.default, (torch.randn(4, 6), torch.tensor([0, 5, 5]), torch.randn(3), True)),
 }  # fmt: skip
 
 
@@ -98,17 +37,6 @@ def test_composites(name: str) -> None:
     compare(composites()[operator], operator, *args)
 
 
-@pytest.mark.parametrize("reduce", ["mean", "amax", "prod", "amin"])
-@pytest.mark.parametrize("include_self", [True, False])
-def test_reduction_by_index(reduce: str, include_self: bool) -> None:
-    for operator, args in (
-        (aten.index_reduce.default, (torch.randn(4, 6), 0, torch.tensor([0, 2, 0]), torch.randn(3, 6))),
-        (aten.scatter_reduce.two, (torch.randn(4, 6), 1, INDEX, torch.randn(4, 3))),
-    ):
-        ours = composites()[operator](*args, reduce, include_self=include_self)
-        torch.testing.assert_close(ours, operator(*args, reduce, include_self=include_self))
-
-
 @pytest.mark.parametrize("mode", [0, 1, 2])
 @pytest.mark.parametrize("padding_idx", [None, 4])
 @pytest.mark.parametrize("include_last", [False, True])
@@ -116,7 +44,7 @@ def test_embedding_bag(mode: int, padding_idx: int | None, include_last: bool) -
     starts = torch.tensor([0, 2, 2, 7]) if include_last else STARTS
     weights = torch.randn(7) if mode == 0 else None
     args = (torch.randn(5, 3), TOKENS, starts, False, mode, False, weights, include_last, padding_idx)
-    compare(composites()[aten.embedding_bag.padding_idx], aten.embedding_bag.padding_idx, *args, outputs=1)
+    compare(composites()[aten.embedding_bag.padding_idx], aten.embedding_bag.padding_idx, *args, results=1)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
@@ -187,16 +115,9 @@ def test_gaussian_likelihood(full: bool) -> None:
 @pytest.mark.parametrize(
     ("operator", "args"),
     [
-        (aten.cumprod.default, (torch.randn(4, 6), 1)),
-        (aten.cumprod.default, (torch.randn(4, 6), -2)),
         (aten.amax.default, (torch.randn(()),)),
-        (aten.lgamma.default, (torch.linspace(-4.3, 9.2, 60),)),
-        (aten.digamma.default, (torch.linspace(-4.3, 9.2, 60),)),
-        (aten.polygamma.default, (1, torch.linspace(-4.3, 9.2, 60))),
         (aten.erfinv.default, (torch.linspace(-1, 1, 81),)),
-        (aten.copysign.Tensor, (torch.randn(6), torch.randn(6))),
         (aten.copysign.Scalar, (torch.randn(6), -2.0)),
-        (aten.signbit.default, (torch.randn(6),)),
     ],
     ids=lambda value: str(value) if isinstance(value, torch._ops.OpOverload) else "",
 )
@@ -206,19 +127,10 @@ def test_math(operator: Any, args: tuple[Any, ...]) -> None:
         torch.testing.assert_close(a, b, rtol=2e-4, atol=1e-4)
 
 
-MATRIX = torch.randn(2, 3, 4)
-
-
 @pytest.mark.parametrize(
     ("operator", "args"),
     [
-        (aten.squeeze.default, (torch.randn(1, 3, 1),)),
-        (aten.squeeze.default, (torch.randn(2, 3),)),
-        (aten.squeeze.dims, (torch.randn(1, 3, 1, 1), [0, 1, -1])),
         (aten.copy.default, (torch.randn(2, 3), torch.randn(3).double())),
-        *((aten.diagonal_scatter.default, (MATRIX, torch.randn(2, n), k, 1, 2)) for k, n in ((0, 3), (2, 2), (-1, 2))),
-        (aten.diagonal_scatter.default, (MATRIX, torch.randn(3, 2), 0, 0, 2)),
-        (aten.diagonal_backward.default, (torch.randn(2, 3), [2, 3, 4], 1, 1, 2)),
         (aten.as_strided.default, (torch.randn(4, 6), [3, 2], [2, 7], 1)),
         (aten.as_strided.default, (torch.randn(4, 6).T, [3, 2], [2, 7], 1)),
         (aten.as_strided_scatter.default, (torch.randn(4, 6).T, torch.randn(3, 2), [3, 2], [2, 7], 1)),
@@ -227,3 +139,51 @@ MATRIX = torch.randn(2, 3, 4)
 )
 def test_views(operator: Any, args: tuple[Any, ...]) -> None:
     torch.testing.assert_close(decompositions()[operator](*args), operator(*args))
+
+
+CONVOLUTIONS = [
+    # input, weight, stride, padding, dilation, transposed, output_padding, groups
+    ((2, 4, 7, 7), (8, 1, 3, 3), [1, 1], [1, 1], [1, 1], False, [0, 0], 4),
+    ((3, 4, 10), (5, 4, 3), [2], [1], [1], False, [0], 1),
+    ((2, 2, 5, 6, 7), (4, 2, 2, 3, 2), [1, 2, 2], [0, 1, 1], [1, 1, 1], False, [0, 0, 0], 1),
+    ((2, 4, 5, 5), (4, 6, 3, 3), [2, 2], [1, 1], [1, 1], True, [1, 1], 1),
+    ((2, 4, 5, 5), (4, 3, 2, 2), [2, 2], [0, 0], [1, 1], True, [0, 0], 2),
+    ((2, 4, 5, 5), (4, 3, 2, 3), [1, 2], [0, 1], [3, 1], True, [2, 1], 1),
+    ((2, 4, 5, 5), (4, 3, 2, 4), [1, 2], [0, 1], [3, 3], True, [2, 2], 1),
+]
+
+
+@pytest.mark.parametrize("case", CONVOLUTIONS, ids=str)
+def test_the_gradient_of_a_convolution_for_its_weight_alone(case: tuple[Any, ...]) -> None:
+    shape, kernel, *rest = case
+    value, weight = torch.randn(shape), torch.randn(kernel)
+    bias = kernel[1] * rest[-1] if rest[3] else kernel[0]
+    output = aten.convolution.default(value, weight, None, *rest)
+    args = torch.randn_like(output), value, weight, [bias], *rest, [False, True, False]
+    operator = aten.convolution_backward.default
+    ours, theirs = decompositions()[operator](*args), operator(*args)
+    assert ours[0] is ours[2] is None
+    torch.testing.assert_close(ours[1], theirs[1], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("ceil", "divisor", "is_replaced"), [(True, None, True), (False, 3, True), (False, None, False)]
+)
+@pytest.mark.parametrize("include", [True, False])
+def test_which_average_pooling_is_replaced(ceil: bool, divisor: int | None, is_replaced: bool, include: bool) -> None:
+    value, args = torch.randn(2, 3, 5, 6, 7), ([3, 2, 2], [2, 2, 1], [1, 0, 1], ceil, include, divisor)
+    for operator in (aten.avg_pool3d.default, aten.avg_pool2d.default):
+        if operator is aten.avg_pool2d.default:
+            value, args = value[0], tuple(arg[1:] if isinstance(arg, list) else arg for arg in args)
+        ours = decompositions()[operator](value, *args)
+        assert (ours is not NotImplemented) is is_replaced
+        if is_replaced:
+            torch.testing.assert_close(ours, operator(value, *args))
+
+
+def test_the_gradient_of_overlapping_maxima() -> None:
+    value, args = torch.randn(2, 3, 7, 8), ([3, 3], [2, 2], [1, 1], [1, 1], False)
+    output, indices = aten.max_pool2d_with_indices.default(value, *args)
+    operator = aten.max_pool2d_with_indices_backward.default
+    given = torch.randn_like(output), value, *args, indices
+    torch.testing.assert_close(decompositions()[operator](*given), operator(*given))

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 
 from ..registry import Node, operator
+from .elementwise import unary
 
 _Tensor = torch.Tensor
 
 
-@operator("Relu", since=6)
-def _relu(x: _Tensor) -> _Tensor:
-    return torch.relu(x)
+def _with_alpha(function: Callable[..., _Tensor]) -> Callable[..., _Tensor]:
+    """Returns a function with ONNX's name of its parameter."""
+    return lambda x, *, alpha: function(x, alpha)
 
 
-@operator("LeakyRelu", since=6)
-def _leaky_relu(x: _Tensor, *, alpha: float) -> _Tensor:
-    return F.leaky_relu(x, alpha)
+operator("Relu", since=6)(unary(torch.relu))
+operator("Sigmoid", since=6)(unary(torch.sigmoid))
+operator("Softsign")(unary(F.softsign))
+operator("Mish", since=18)(unary(F.mish))
+operator("LeakyRelu", since=6)(_with_alpha(F.leaky_relu))
+operator("Elu", since=6)(_with_alpha(F.elu))
+operator("Celu", since=12)(_with_alpha(F.celu))
 
 
 @operator("PRelu", since=7)
@@ -30,24 +37,9 @@ def _thresholded_relu(x: _Tensor, *, alpha: float) -> _Tensor:
     return torch.where(x > alpha, x, torch.zeros_like(x))
 
 
-@operator("Elu", since=6)
-def _elu(x: _Tensor, *, alpha: float) -> _Tensor:
-    return F.elu(x, alpha)
-
-
-@operator("Celu", since=12)
-def _celu(x: _Tensor, *, alpha: float) -> _Tensor:
-    return F.celu(x, alpha)
-
-
 @operator("Selu", since=6)
 def _selu(x: _Tensor, *, alpha: float, gamma: float) -> _Tensor:
     return gamma * F.elu(x, alpha)
-
-
-@operator("Sigmoid", since=6)
-def _sigmoid(x: _Tensor) -> _Tensor:
-    return torch.sigmoid(x)
 
 
 @operator("HardSigmoid", since=6)
@@ -64,16 +56,6 @@ def _hard_swish(x: _Tensor) -> _Tensor:
 def _softplus(x: _Tensor) -> _Tensor:
     # By default PyTorch returns x itself above 20, which differs in double precision.
     return F.softplus(x, threshold=40)
-
-
-@operator("Softsign")
-def _softsign(x: _Tensor) -> _Tensor:
-    return F.softsign(x)
-
-
-@operator("Mish", since=18)
-def _mish(x: _Tensor) -> _Tensor:
-    return F.mish(x)
 
 
 @operator("Shrink", since=9)

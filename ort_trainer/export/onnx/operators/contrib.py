@@ -1,12 +1,13 @@
 """Operators of ONNX Runtime's own domain, com.microsoft, which its optimizer writes: fused normalizations and products.
 
-ONNX has no schemas for them, so defaults come from ONNX Runtime's documentation. Its normalizations in ONNX's own
-domain, SimplifiedLayerNormalization and LayerNormalization before opset 17, are here too.
+ONNX has no schemas for them, so defaults come from ONNX Runtime's documentation. SimplifiedLayerNormalization, which it
+writes in ONNX's own domain, is here too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import onnx_ir as ir
 import torch
@@ -21,21 +22,6 @@ from .quantization import dequantized, quantized, rounded, zero_point_type
 
 _Tensor = torch.Tensor
 _DOMAIN = "com.microsoft"
-
-
-@operator("LayerNormalization", since=1, until=16)
-@operator("LayerNormalization", domain=_DOMAIN)
-def _layer_normalization(
-    x: _Tensor,
-    scale: _Tensor,
-    bias: _Tensor | None,
-    *,
-    axis: int = -1,
-    epsilon: float = 1e-5,
-    stash_type: int = 1,
-    node: Node,
-) -> tuple[_Tensor, ...]:
-    return layer_normalized(x, scale, bias, axis, epsilon, stash_type, node)
 
 
 @operator("SimplifiedLayerNormalization")
@@ -59,7 +45,7 @@ def _skip_layer_normalization(
     node: Node,
 ) -> tuple[_Tensor | None, ...]:
     total = x + skip if bias is None else x + skip + bias
-    y, *statistics = layer_normalized(total, scale, shift, -1, epsilon, 1, node)
+    y, *statistics = layer_normalized(total, scale, shift, epsilon=epsilon, node=node)
     mean, deviation = statistics or (None, None)
     return y, mean, deviation, total
 
@@ -97,7 +83,7 @@ def _embedding_normalization(
     total = F.embedding(tokens, of_words) + F.embedding(place, of_positions)
     if segments is not None and of_segments is not None:
         total = total + F.embedding(segments, of_segments)
-    (y, *_) = layer_normalized(total, scale, shift, -1, epsilon, 1, node)
+    (y, *_) = layer_normalized(total, scale, shift, epsilon=epsilon, node=node)
     zeros = torch.zeros(tokens.shape[0], dtype=torch.int32)
     return y, zeros if mask is None else mask.sum(1).to(torch.int32), total
 
@@ -144,7 +130,7 @@ def _operand(x: _Tensor, transposed: int, with_batch: int) -> _Tensor:
     return x.transpose(-2, -1) if transposed and x.dim() > 1 else x
 
 
-@operator("FusedGemm", domain=_DOMAIN)
+@operator("FusedGemm", domain=_DOMAIN, passing=gemm)
 def _fused_gemm(
     a: _Tensor,
     b: _Tensor,
@@ -153,17 +139,14 @@ def _fused_gemm(
     activation: str = "",
     activation_alpha: float | None = None,
     activation_beta: float | None = None,
-    alpha: float = 1.0,
-    beta: float = 1.0,
-    transA: int = 0,
-    transB: int = 0,
     node: Node,
+    **attributes: Any,
 ) -> _Tensor:
     parameters = [value for value in (activation_alpha, activation_beta) if value is not None]
-    return _activated(gemm(a, b, c, alpha, beta, transA, transB), activation, parameters, node)
+    return _activated(gemm(a, b, c, **attributes), activation, parameters, node)
 
 
-@operator("FusedConv", domain=_DOMAIN)
+@operator("FusedConv", domain=_DOMAIN, passing=convolved)
 def _fused_convolution(
     x: _Tensor,
     weight: _Tensor,
@@ -172,15 +155,10 @@ def _fused_convolution(
     *,
     activation: str = "",
     activation_params: list[float] | None = None,
-    auto_pad: str = "NOTSET",
-    dilations: list[int] | None = None,
-    group: int = 1,
-    kernel_shape: list[int] | None = None,
-    pads: list[int] | None = None,
-    strides: list[int] | None = None,
     node: Node,
+    **attributes: Any,
 ) -> _Tensor:
-    y = convolved(x, weight, bias, node, auto_pad, dilations, group, kernel_shape, pads, strides)
+    y = convolved(x, weight, bias, node=node, **attributes)
     return _activated(y if added is None else y + added, activation, activation_params or [], node)
 
 

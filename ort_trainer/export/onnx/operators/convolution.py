@@ -20,33 +20,18 @@ _TRANSPOSED: Any = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_tran
 
 
 @operator("Conv")
-def _convolution(
+def convolved(
     x: _Tensor,
     weight: _Tensor,
     bias: _Tensor | None = None,
     *,
-    auto_pad: str,
+    auto_pad: str = "NOTSET",
     dilations: list[int] | None = None,
-    group: int,
+    group: int = 1,
     kernel_shape: list[int] | None = None,
     pads: list[int] | None = None,
     strides: list[int] | None = None,
     node: Node,
-) -> _Tensor:
-    return convolved(x, weight, bias, node, auto_pad, dilations, group, kernel_shape, pads, strides)
-
-
-def convolved(
-    x: _Tensor,
-    weight: _Tensor,
-    bias: _Tensor | None,
-    node: Node,
-    auto_pad: str = "NOTSET",
-    dilations: Sequence[int] | None = None,
-    group: int = 1,
-    kernel_shape: Sequence[int] | None = None,
-    pads: Sequence[int] | None = None,
-    strides: Sequence[int] | None = None,
 ) -> _Tensor:
     """Computes ONNX's Conv.
 
@@ -54,13 +39,13 @@ def convolved(
         x: The input, N x C x D1 x ...
         weight: The weight, M x C / group x k1 x ...
         bias: The bias, M, or None.
-        node: The node, for errors.
-        auto_pad: An attribute of Conv, as all that follow.
+        auto_pad: The kind of padding.
         dilations: The distance of two elements of the kernel.
         group: The number of groups.
         kernel_shape: The shape of the kernel.
         pads: The padding, before in each dimension and after in each.
         strides: The distance of two windows.
+        node: The node, for errors.
 
     Raises:
         ExportError: If PyTorch can't compute it, or the kernel's shape is not the weight's.

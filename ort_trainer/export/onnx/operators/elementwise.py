@@ -37,13 +37,13 @@ def _filled(value: Any, other: Any) -> _Tensor:
     return value if isinstance(value, _Tensor) else torch.full((), value, dtype=other.dtype)
 
 
-def _unary(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def unary(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Wraps a function of torch, which has no signature for the registry to inspect."""
     return lambda x: function(x)
 
 
 def _binary(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """Like :func:`_unary`, for two operands."""
+    """Like :func:`unary`, for two operands."""
     return lambda a, b: function(a, b)
 
 
@@ -96,9 +96,12 @@ def _signed(value: Any) -> Any:
     return value.to(torch.int64) if isinstance(value, _Tensor) and value.dtype in _UNSIGNED else value
 
 
-@operator("Sum", since=6)
-def _sum(*values: _Tensor) -> _Tensor:
-    return functools.reduce(python.add, values)
+def _folded(function: Callable[[Any, Any], Any]) -> Callable[..., Any]:
+    """Like :func:`unary`, for any number of operands of a function of two."""
+    return lambda *values: functools.reduce(function, values)
+
+
+operator("Sum", since=6)(_folded(python.add))
 
 
 @operator("Mean", since=6)
@@ -106,33 +109,22 @@ def _mean(*values: _Tensor) -> _Tensor:
     return functools.reduce(python.add, values) / len(values)
 
 
-@operator("Max", since=6)
-@_widened
-def _maximum(*values: _Tensor) -> _Tensor:
-    return functools.reduce(torch.maximum, values)
+def _extreme(of_arrays: Callable[..., Any], of_symbols: Callable[..., Any]) -> Callable[..., Any]:
+    def extreme(*values: Known) -> Any:
+        if any(value.dtype.kind == "f" for value in values):
+            return NotImplemented  # they may be NaN, which torch.sym_max does not propagate
+        are_numbers = all(value.dtype.kind in "iub" for value in values)
+        return functools.reduce(of_arrays if are_numbers else np.frompyfunc(of_symbols, 2, 1), values)
+
+    return extreme
 
 
-@operator("Min", since=6)
-@_widened
-def _minimum(*values: _Tensor) -> _Tensor:
-    return functools.reduce(torch.minimum, values)
-
-
-@known_operator("Max", since=6)
-def _maximum_known(*values: Known) -> Any:
-    return functools.reduce(np.maximum, values) if all(v.dtype.kind in "iub" for v in values) else _extreme(max, values)
-
-
-@known_operator("Min", since=6)
-def _minimum_known(*values: Known) -> Any:
-    return functools.reduce(np.minimum, values) if all(v.dtype.kind in "iub" for v in values) else _extreme(min, values)
-
-
-def _extreme(chosen: Callable[[Any, Any], Any], values: tuple[Known, ...]) -> Any:
-    if any(value.dtype.kind == "f" for value in values):
-        return NotImplemented  # they may be NaN, which torch.sym_max does not propagate
-    of_symbols = torch.sym_max if chosen is max else torch.sym_min
-    return functools.reduce(np.frompyfunc(of_symbols, 2, 1), values)
+for _name, _function, _known in (
+    ("Max", torch.maximum, _extreme(np.maximum, torch.sym_max)),
+    ("Min", torch.minimum, _extreme(np.minimum, torch.sym_min)),
+):
+    operator(_name, since=6)(_widened(_folded(_function)))
+    known_operator(_name, since=6)(_known)
 
 
 _COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
@@ -161,11 +153,11 @@ for _name, _function, _of_arrays in (
 ):
     operator(_name, since=7)(_binary(_function))
     known_operator(_name, since=7)(_binary(_of_arrays))
-operator("Not")(_unary(torch.logical_not))
-known_operator("Not")(_unary(np.logical_not))
+operator("Not")(unary(torch.logical_not))
+known_operator("Not")(unary(np.logical_not))
 for _name, _function in {"BitwiseAnd": python.and_, "BitwiseOr": python.or_, "BitwiseXor": python.xor}.items():
     operator(_name, since=18)(_widened(_binary(_function)))
-operator("BitwiseNot", since=18)(_widened(_unary(python.invert)))
+operator("BitwiseNot", since=18)(_widened(unary(python.invert)))
 
 
 @operator("BitShift", since=11)
@@ -189,9 +181,7 @@ def _where(condition: _Tensor, x: _Tensor, y: Any) -> _Tensor:
     return torch.where(condition, x, y)
 
 
-@known_operator("Where", since=9)
-def _where_known(condition: Known, x: Known, y: Known) -> Known:
-    return np.where(condition, x, y)
+known_operator("Where", since=9)(lambda condition, x, y: np.where(condition, x, y))
 
 
 _FUNCTIONS: dict[str, Callable[[_Tensor], _Tensor]] = {
@@ -220,7 +210,7 @@ _FUNCTIONS: dict[str, Callable[[_Tensor], _Tensor]] = {
     "Tanh": torch.tanh,
 }
 for _name, _of_tensor in _FUNCTIONS.items():
-    operator(_name)(_widened(_unary(_of_tensor)))
+    operator(_name)(_widened(unary(_of_tensor)))
 
 
 @operator("Sign", since=9)
@@ -237,14 +227,8 @@ def _is_infinite(x: _Tensor, *, detect_negative: int, detect_positive: int) -> _
     return is_infinite | torch.isneginf(x) if detect_negative else is_infinite
 
 
-@known_operator("Abs")
-def _absolute_known(x: Known) -> Known:
-    return np.abs(x)
-
-
-@known_operator("Neg")
-def _negative_known(x: Known) -> Known:
-    return -x
+known_operator("Abs")(unary(np.abs))
+known_operator("Neg")(unary(python.neg))
 
 
 @known_operator("Floor")

@@ -36,58 +36,18 @@ def _affine_grid(theta: _Tensor, size: Any, *, align_corners: int, node: Node) -
     return F.affine_grid(theta, integers(size, "size", node), bool(align_corners))
 
 
-@operator("RoiAlign", since=10, until=15)
-def _align_regions_of_10(
-    x: _Tensor,
-    regions: _Tensor,
-    images: _Tensor,
-    *,
-    mode: str,
-    output_height: int,
-    output_width: int,
-    sampling_ratio: int,
-    spatial_scale: float,
-    node: Node,
-) -> _Tensor:
-    return _align_regions(
-        x, regions, images, (output_height, output_width), mode, sampling_ratio, spatial_scale, False, node
-    )
-
-
-@operator("RoiAlign", since=16)
-def _align_regions_of_16(
-    x: _Tensor,
-    regions: _Tensor,
-    images: _Tensor,
-    *,
-    coordinate_transformation_mode: str,
-    mode: str,
-    output_height: int,
-    output_width: int,
-    sampling_ratio: int,
-    spatial_scale: float,
-    node: Node,
-) -> _Tensor:
-    if coordinate_transformation_mode not in ("half_pixel", "output_half_pixel"):
-        raise node.error(
-            f"coordinate_transformation_mode is {coordinate_transformation_mode!r}, but must be 'half_pixel' or "
-            "'output_half_pixel'"
-        )
-    half = coordinate_transformation_mode == "half_pixel"
-    return _align_regions(
-        x, regions, images, (output_height, output_width), mode, sampling_ratio, spatial_scale, half, node
-    )
-
-
+@operator("RoiAlign", since=10)
 def _align_regions(
     x: _Tensor,
     regions: _Tensor,
     images: _Tensor,
-    bins: tuple[int, int],
+    *,
+    coordinate_transformation_mode: str = "output_half_pixel",
     mode: str,
-    samples: int,
-    scale: float,
-    half_pixel: bool,
+    output_height: int,
+    output_width: int,
+    sampling_ratio: int,
+    spatial_scale: float,
     node: Node,
 ) -> _Tensor:
     """Pools regions of images to bins, from samples between pixels.
@@ -96,17 +56,29 @@ def _align_regions(
         x: The images, (batch, channels, height, width).
         regions: The corners x1, y1, x2, y2 of each region, (regions, 4).
         images: The index of each region's image, (regions).
-        bins: The height and width of the output.
+        coordinate_transformation_mode: ``half_pixel`` if pixel centers are at half coordinates; otherwise regions have
+            at least one pixel.
         mode: avg or max.
-        samples: The number of samples of a bin in each direction; 0 for one per pixel.
-        scale: The factor from the coordinates of regions to pixels.
-        half_pixel: Whether pixel centers are at half coordinates; otherwise regions have at least one pixel.
+        output_height: The number of bins down.
+        output_width: The number of bins across.
+        sampling_ratio: The number of samples of a bin in each direction; 0 for one per pixel.
+        spatial_scale: The factor from the coordinates of regions to pixels.
         node: The node, for errors.
     """
+    if coordinate_transformation_mode not in ("half_pixel", "output_half_pixel"):
+        raise node.error(
+            f"coordinate_transformation_mode is {coordinate_transformation_mode!r}, but must be 'half_pixel' or "
+            "'output_half_pixel'"
+        )
+    half_pixel, bins, samples = (
+        coordinate_transformation_mode == "half_pixel",
+        (output_height, output_width),
+        sampling_ratio,
+    )
     if mode not in ("avg", "max"):
         raise node.error(f"mode is {mode!r}, but must be 'avg' or 'max'")
     count = regions.shape[0]
-    edges = regions * scale - (0.5 if half_pixel else 0)
+    edges = regions * spatial_scale - (0.5 if half_pixel else 0)
     begins = edges[:, 1], edges[:, 0]
     extents = [edges[:, 3] - edges[:, 1], edges[:, 2] - edges[:, 0]]
     if not half_pixel:

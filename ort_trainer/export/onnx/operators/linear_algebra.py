@@ -28,11 +28,16 @@ def linear(x: _Tensor, weight: _Tensor, bias: _Tensor | None) -> _Tensor:
 
 
 @operator("Gemm", since=7)
-def _gemm(a: _Tensor, b: _Tensor, c: _Tensor | None, *, alpha: float, beta: float, transA: int, transB: int) -> Any:
-    return gemm(a, b, c, alpha, beta, transA, transB)
-
-
-def gemm(a: _Tensor, b: _Tensor, c: _Tensor | None, alpha: float, beta: float, transA: int, transB: int) -> Any:
+def gemm(
+    a: _Tensor,
+    b: _Tensor,
+    c: _Tensor | None,
+    *,
+    alpha: float = 1.0,
+    beta: float = 1.0,
+    transA: int = 0,
+    transB: int = 0,
+) -> Any:
     """Computes ONNX's Gemm."""
     a = a.t() if transA else a
     b = b.t() if transB else b

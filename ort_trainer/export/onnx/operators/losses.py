@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 
@@ -10,22 +12,8 @@ from ..registry import Node, operator
 _Tensor = torch.Tensor
 
 
-@operator("SoftmaxCrossEntropyLoss", since=12)
-def _softmax_cross_entropy(
-    scores: _Tensor,
-    labels: _Tensor,
-    weights: _Tensor | None,
-    *,
-    ignore_index: int | None = None,
-    reduction: str,
-    node: Node,
-) -> tuple[_Tensor, _Tensor]:
-    logarithms = F.log_softmax(scores, 1)
-    return _likelihood(logarithms, labels, weights, ignore_index, reduction, node), logarithms
-
-
 @operator("NegativeLogLikelihoodLoss", since=12)
-def _negative_log_likelihood(
+def _likelihood(
     logarithms: _Tensor,
     labels: _Tensor,
     weights: _Tensor | None,
@@ -34,12 +22,6 @@ def _negative_log_likelihood(
     reduction: str,
     node: Node,
 ) -> _Tensor:
-    return _likelihood(logarithms, labels, weights, ignore_index, reduction, node)
-
-
-def _likelihood(
-    logarithms: _Tensor, labels: _Tensor, weights: _Tensor | None, ignore_index: int | None, reduction: str, node: Node
-) -> _Tensor:
     if reduction not in ("none", "mean", "sum"):
         raise node.error(f"reduction is {reduction!r}, but must be 'none', 'mean' or 'sum'")
     # Without an ignored class, no label is negative: PyTorch's default ignores nothing.
@@ -47,3 +29,14 @@ def _likelihood(
     # In other layouts, PyTorch's gradient fails for inputs of four dimensions.
     logarithms = logarithms.contiguous()
     return F.nll_loss(logarithms, labels.long(), weights, ignore_index=ignored, reduction=reduction)
+
+
+@operator("SoftmaxCrossEntropyLoss", since=12, passing=_likelihood)
+def _softmax_cross_entropy(
+    scores: _Tensor,
+    labels: _Tensor,
+    weights: _Tensor | None,
+    **attributes: Any,
+) -> tuple[_Tensor, _Tensor]:
+    logarithms = F.log_softmax(scores, 1)
+    return _likelihood(logarithms, labels, weights, **attributes), logarithms

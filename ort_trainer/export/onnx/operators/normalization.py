@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 
@@ -12,54 +10,26 @@ from ..registry import Node, operator
 _Tensor = torch.Tensor
 
 
-@operator("BatchNormalization", since=7, until=13, updates={1: 3, 2: 4})
-def _batch_normalization_by_outputs(
-    x: _Tensor,
-    scale: _Tensor,
-    bias: _Tensor,
-    mean: _Tensor,
-    variance: _Tensor,
-    *,
-    epsilon: float,
-    momentum: float,
-    node: Node,
-) -> Any:
-    # A node exported for training has more outputs than y: the statistics.
-    return _batch_normalization(x, scale, bias, mean, variance, epsilon, momentum, node, node.outputs > 1)
-
-
-@operator("BatchNormalization", since=14, updates={1: 3, 2: 4})
-def _batch_normalization_by_attribute(
-    x: _Tensor,
-    scale: _Tensor,
-    bias: _Tensor,
-    mean: _Tensor,
-    variance: _Tensor,
-    *,
-    epsilon: float,
-    momentum: float,
-    training_mode: int,
-    node: Node,
-) -> Any:
-    return _batch_normalization(x, scale, bias, mean, variance, epsilon, momentum, node, bool(training_mode))
-
-
+@operator("BatchNormalization", since=7, updates={1: 3, 2: 4})
 def _batch_normalization(
     x: _Tensor,
     scale: _Tensor,
     bias: _Tensor,
     mean: _Tensor,
     variance: _Tensor,
+    *,
     epsilon: float,
     momentum: float,
+    training_mode: int | None = None,
     node: Node,
-    for_training: bool,
 ) -> tuple[_Tensor, ...]:
     """Normalizes by the statistics of the batch, if both the node and the model are in training mode.
 
     Returns:
         The output, the new running statistics, and the statistics of the batch, which are outputs up to version 13.
     """
+    # Before version 14, a node exported for training has more outputs than y: the statistics.
+    for_training = node.outputs > 1 if training_mode is None else bool(training_mode)
     dtype = torch.promote_types(x.dtype, torch.float32) if x.dtype != scale.dtype or x.dtype != mean.dtype else x.dtype
     scale, bias = scale.to(dtype), bias.to(dtype)
     values = x.to(dtype)
@@ -89,24 +59,19 @@ def _instance_normalization(x: _Tensor, scale: _Tensor, bias: _Tensor, *, epsilo
     return torch.instance_norm(x, scale, bias, None, None, True, 0.0, epsilon, False)
 
 
-@operator("LayerNormalization", since=17)
-def _layer_normalization(
+@operator("LayerNormalization")
+@operator("LayerNormalization", domain="com.microsoft")
+def layer_normalized(
     x: _Tensor,
     scale: _Tensor,
     bias: _Tensor | None,
     *,
-    axis: int,
-    epsilon: float,
-    stash_type: int,
+    axis: int = -1,
+    epsilon: float = 1e-5,
+    stash_type: int = 1,
     node: Node,
 ) -> tuple[_Tensor, ...]:
-    return layer_normalized(x, scale, bias, axis, epsilon, stash_type, node)
-
-
-def layer_normalized(
-    x: _Tensor, scale: _Tensor, bias: _Tensor | None, axis: int, epsilon: float, stash_type: int, node: Node
-) -> tuple[_Tensor, ...]:
-    """Computes ONNX's LayerNormalization.
+    """Computes LayerNormalization, ONNX's and that of ONNX Runtime, which came first, in either domain.
 
     Returns:
         The output; mean and inverse standard deviation only if something uses them.

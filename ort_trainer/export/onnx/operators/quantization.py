@@ -8,6 +8,8 @@ computes have no gradient, as those of PyTorch's observers.
 
 from __future__ import annotations
 
+from typing import Any
+
 import onnx_ir as ir
 import torch
 
@@ -220,28 +222,20 @@ def _product_of_quantized(
     return quantized(product, y_scale.double(), y_zero, -1, 0, output_type, node)
 
 
-@operator("ConvInteger", since=10, takes_rounded=True)
+@operator("ConvInteger", since=10, takes_rounded=True, passing=convolved)
 def _convolution_of_integers(
     x: _Tensor | Rounded,
     weight: _Tensor | Rounded,
     x_zero: _Tensor | None,
     weight_zero: _Tensor | None,
-    *,
-    auto_pad: str,
-    dilations: list[int] | None = None,
-    group: int,
-    kernel_shape: list[int] | None = None,
-    pads: list[int] | None = None,
-    strides: list[int] | None = None,
-    node: Node,
+    **attributes: Any,
 ) -> Rounded:
     # Computed exactly in double precision: PyTorch lacks integer kernels.
     kernel = _kernel_without(weight, weight_zero)
-    sums = convolved(_without(x, x_zero), kernel, None, node, auto_pad, dilations, group, kernel_shape, pads, strides)
-    return Rounded(sums, torch.int32)
+    return Rounded(convolved(_without(x, x_zero), kernel, **attributes), torch.int32)
 
 
-@operator("QLinearConv", since=10, takes_rounded=True)
+@operator("QLinearConv", since=10, takes_rounded=True, passing=convolved)
 def _convolution_of_quantized(
     x: _Tensor | Rounded,
     x_scale: _Tensor,
@@ -253,17 +247,12 @@ def _convolution_of_quantized(
     y_zero: _Tensor,
     bias: _Tensor | None,
     *,
-    auto_pad: str,
-    dilations: list[int] | None = None,
-    group: int,
-    kernel_shape: list[int] | None = None,
-    pads: list[int] | None = None,
-    strides: list[int] | None = None,
     node: Node,
+    **attributes: Any,
 ) -> Rounded:
     kernel = _kernel_without(weight, weight_zero)
     offset = None if bias is None else bias.double()
-    sums = convolved(_without(x, x_zero), kernel, offset, node, auto_pad, dilations, group, kernel_shape, pads, strides)
+    sums = convolved(_without(x, x_zero), kernel, offset, node=node, **attributes)
     of_channels = (x_scale.double() * weight_scale.double()).reshape([-1] + [1] * (kernel.dim() - 2))
     output_type = zero_point_type(node, 7, y_zero)
     return quantized(sums * of_channels, y_scale.double(), y_zero, 1, 0, output_type, node)

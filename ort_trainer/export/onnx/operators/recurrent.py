@@ -151,90 +151,24 @@ def _reordered(weight: _Tensor, kind: str) -> _Tensor:
     return torch.cat([gates[i] for i in order])
 
 
-@operator("RNN", since=7)
-def _rnn(
-    x: _Tensor,
-    weight: _Tensor,
-    recurrent: _Tensor,
-    bias: _Tensor | None = None,
-    lengths: _Tensor | None = None,
-    h: _Tensor | None = None,
-    *,
-    activation_alpha: list[float] | None = None,
-    activation_beta: list[float] | None = None,
-    activations: list[str] | None = None,
-    clip: float | None = None,
-    direction: str,
-    hidden_size: int | None = None,
-    layout: int = 0,
-    node: Node,
-) -> tuple[_Tensor, ...]:
-    settings = _Settings(direction, layout, activations, activation_alpha, activation_beta, clip, hidden_size, node)
-    return settings.run(x, weight, recurrent, bias, lengths, h, None, None)
+@dataclass(kw_only=True)
+class _Attributes:
+    """The attributes that the three operators have in common."""
 
-
-@operator("GRU", since=7)
-def _gru(
-    x: _Tensor,
-    weight: _Tensor,
-    recurrent: _Tensor,
-    bias: _Tensor | None = None,
-    lengths: _Tensor | None = None,
-    h: _Tensor | None = None,
-    *,
-    activation_alpha: list[float] | None = None,
-    activation_beta: list[float] | None = None,
-    activations: list[str] | None = None,
-    clip: float | None = None,
-    direction: str,
-    hidden_size: int | None = None,
-    layout: int = 0,
-    linear_before_reset: int,
-    node: Node,
-) -> tuple[_Tensor, ...]:
-    settings = _Settings(direction, layout, activations, activation_alpha, activation_beta, clip, hidden_size, node)
-    settings.linear_before_reset = bool(linear_before_reset)
-    return settings.run(x, weight, recurrent, bias, lengths, h, None, None)
-
-
-@operator("LSTM", since=7)
-def _lstm(
-    x: _Tensor,
-    weight: _Tensor,
-    recurrent: _Tensor,
-    bias: _Tensor | None = None,
-    lengths: _Tensor | None = None,
-    h: _Tensor | None = None,
-    c: _Tensor | None = None,
-    peepholes: _Tensor | None = None,
-    *,
-    activation_alpha: list[float] | None = None,
-    activation_beta: list[float] | None = None,
-    activations: list[str] | None = None,
-    clip: float | None = None,
-    direction: str,
-    hidden_size: int | None = None,
-    input_forget: int,
-    layout: int = 0,
-    node: Node,
-) -> tuple[_Tensor, ...]:
-    settings = _Settings(direction, layout, activations, activation_alpha, activation_beta, clip, hidden_size, node)
-    settings.input_forget = bool(input_forget)
-    return settings.run(x, weight, recurrent, bias, lengths, h, c, peepholes)
-
-
-@dataclass
-class _Settings:
-    """The attributes of the three operators; the last two belong to GRU and to LSTM."""
-
+    activation_alpha: list[float] | None = None
+    activation_beta: list[float] | None = None
+    activations: list[str] | None = None
+    clip: float | None = None
     direction: str
-    layout: int
-    activations: list[str] | None
-    alpha: list[float] | None
-    beta: list[float] | None
-    clip: float | None
-    hidden_size: int | None
+    hidden_size: int | None = None
+    layout: int = 0
     node: Node
+
+
+@dataclass(kw_only=True)
+class _Settings(_Attributes):
+    """All attributes; the last two belong to GRU and to LSTM."""
+
     linear_before_reset: bool = False
     input_forget: bool = False
 
@@ -243,11 +177,11 @@ class _Settings:
         x: _Tensor,
         weight: _Tensor,
         recurrent: _Tensor,
-        bias: _Tensor | None,
-        lengths: _Tensor | None,
-        h: _Tensor | None,
-        c: _Tensor | None,
-        peepholes: _Tensor | None,
+        bias: _Tensor | None = None,
+        lengths: _Tensor | None = None,
+        h: _Tensor | None = None,
+        c: _Tensor | None = None,
+        peepholes: _Tensor | None = None,
     ) -> tuple[_Tensor, ...]:
         """Runs the layer in all directions, and returns the outputs of the operator."""
         directions = {"forward": [False], "reverse": [True], "bidirectional": [False, True]}.get(self.direction)
@@ -309,7 +243,7 @@ class _Settings:
 
     def _functions(self, names: Sequence[str]) -> Iterator[_Function]:
         """Yields the activation functions with their parameters, which ``alpha`` and ``beta`` list in order."""
-        alphas, betas = iter(self.alpha or ()), iter(self.beta or ())
+        alphas, betas = iter(self.activation_alpha or ()), iter(self.activation_beta or ())
         for name in names:
             if name not in _ACTIVATIONS:
                 raise self.node.error(f"the activation function {name!r} is unknown: there are {sorted(_ACTIVATIONS)}")
@@ -317,6 +251,53 @@ class _Settings:
             parameters = [] if alpha is None else [next(alphas, alpha)]
             parameters += [] if beta is None else [next(betas, beta)]
             yield _clipped(function, parameters, self.clip)
+
+
+@operator("RNN", since=7, passing=_Attributes)
+def _rnn(
+    x: _Tensor,
+    weight: _Tensor,
+    recurrent: _Tensor,
+    bias: _Tensor | None = None,
+    lengths: _Tensor | None = None,
+    h: _Tensor | None = None,
+    **attributes: Any,
+) -> tuple[_Tensor, ...]:
+    return _Settings(**attributes).run(x, weight, recurrent, bias, lengths, h)
+
+
+@operator("GRU", since=7, passing=_Attributes)
+def _gru(
+    x: _Tensor,
+    weight: _Tensor,
+    recurrent: _Tensor,
+    bias: _Tensor | None = None,
+    lengths: _Tensor | None = None,
+    h: _Tensor | None = None,
+    *,
+    linear_before_reset: int,
+    **attributes: Any,
+) -> tuple[_Tensor, ...]:
+    settings = _Settings(linear_before_reset=bool(linear_before_reset), **attributes)
+    return settings.run(x, weight, recurrent, bias, lengths, h)
+
+
+@operator("LSTM", since=7, passing=_Attributes)
+def _lstm(
+    x: _Tensor,
+    weight: _Tensor,
+    recurrent: _Tensor,
+    bias: _Tensor | None = None,
+    lengths: _Tensor | None = None,
+    h: _Tensor | None = None,
+    c: _Tensor | None = None,
+    peepholes: _Tensor | None = None,
+    *,
+    input_forget: int,
+    **attributes: Any,
+) -> tuple[_Tensor, ...]:
+    settings = _Settings(input_forget=bool(input_forget), **attributes)
+    return settings.run(x, weight, recurrent, bias, lengths, h, c, peepholes)
 
 
 def _clipped(function: Callable[..., _Tensor], parameters: list[float], clip: float | None) -> _Function:

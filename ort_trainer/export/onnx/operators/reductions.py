@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -113,42 +114,33 @@ def _product_known_by_input(x: Known, axes: Known | None, *, keepdims: int, noop
     return np.prod(x, chosen, keepdims=bool(keepdims), dtype=x.dtype)
 
 
-@operator("ArgMax")
-def _arg_max(x: _Tensor, *, axis: int, keepdims: int, select_last_index: int = 0) -> _Tensor:
-    return _position(torch.argmax, x, axis, keepdims, select_last_index)
-
-
-@operator("ArgMin")
-def _arg_min(x: _Tensor, *, axis: int, keepdims: int, select_last_index: int = 0) -> _Tensor:
-    return _position(torch.argmin, x, axis, keepdims, select_last_index)
-
-
-def _position(find: Callable[..., _Tensor], x: _Tensor, axis: int, keepdims: int, last: int) -> _Tensor:
-    if last:
+def _position(
+    find: Callable[..., _Tensor], x: _Tensor, *, axis: int, keepdims: int, select_last_index: int = 0
+) -> _Tensor:
+    if select_last_index:
         return x.shape[axis] - 1 - find(x.flip(axis), axis, bool(keepdims))
     return find(x, axis, bool(keepdims))
 
 
-@operator("CumSum", since=11, known_inputs=(1,))
-def _cumulative_sum(x: _Tensor, axis: Any, *, exclusive: int, reverse: int, node: Node) -> _Tensor:
-    return _cumulative(torch.cumsum, 0, x, integers(axis, "axis", node)[0], exclusive, reverse)
-
-
-@operator("CumProd", since=26, known_inputs=(1,))
-def _cumulative_product(x: _Tensor, axis: Any, *, exclusive: int, reverse: int, node: Node) -> _Tensor:
-    return _cumulative(torch.cumprod, 1, x, integers(axis, "axis", node)[0], exclusive, reverse)
+operator("ArgMax")(functools.partial(_position, torch.argmax))
+operator("ArgMin")(functools.partial(_position, torch.argmin))
 
 
 def _cumulative(
-    function: Callable[..., _Tensor], neutral: int, x: _Tensor, axis: int, exclusive: int, reverse: int
+    function: Callable[..., _Tensor], neutral: int, x: _Tensor, axis: Any, *, exclusive: int, reverse: int, node: Node
 ) -> _Tensor:
     """Returns running sums or products; if exclusive, without the current element: the first is the neutral one."""
+    axis = integers(axis, "axis", node)[0]
     x = x.flip(axis) if reverse else x
     if exclusive:
         first = torch.full_like(x.narrow(axis, 0, 1), neutral)
         x = torch.cat([first, x.narrow(axis, 0, x.shape[axis] - 1)], axis)
     result = function(x, axis, dtype=x.dtype)
     return result.flip(axis) if reverse else result
+
+
+operator("CumSum", since=11, known_inputs=(1,))(functools.partial(_cumulative, torch.cumsum, 0))
+operator("CumProd", since=26, known_inputs=(1,))(functools.partial(_cumulative, torch.cumprod, 1))
 
 
 def _softmax(x: _Tensor, axis: int, node: Node) -> _Tensor:

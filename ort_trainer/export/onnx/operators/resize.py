@@ -67,12 +67,8 @@ def _upsample_by_attribute(x: _Tensor, *, mode: str, scales: list[float], node: 
 
 
 @operator("Upsample", since=9, known_inputs=(1,))
-def _upsample_by_input(x: _Tensor, scales: Any, *, mode: str, node: Node) -> _Tensor:
-    return _by_scales(x, numbers(scales, "scales", node), mode, node)
-
-
 @operator("Resize", since=10, until=10, known_inputs=(1,))
-def _resize_of_10(x: _Tensor, scales: Any, *, mode: str, node: Node) -> _Tensor:
+def _resize_by_scales(x: _Tensor, scales: Any, *, mode: str, node: Node) -> _Tensor:
     return _by_scales(x, numbers(scales, "scales", node), mode, node)
 
 

@@ -5,6 +5,7 @@ Transforms are products with matrices of cosines and sines, because ONNX graphs 
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -17,27 +18,25 @@ from ..values import Number, integers, numbers, torch_dtype
 _Tensor = torch.Tensor
 
 
-@operator("HannWindow", since=17, known_inputs=True)
-def _hann(size: Any, *, output_datatype: int, periodic: int, node: Node) -> _Tensor:
-    return _window(size, (0.5, 0.5, 0.0), output_datatype, periodic, node)
+_WINDOWS = {
+    "HannWindow": (0.5, 0.5, 0.0),
+    "HammingWindow": (25 / 46, 21 / 46, 0.0),
+    "BlackmanWindow": (0.42, 0.5, 0.08),
+}
 
 
-@operator("HammingWindow", since=17, known_inputs=True)
-def _hamming(size: Any, *, output_datatype: int, periodic: int, node: Node) -> _Tensor:
-    return _window(size, (25 / 46, 21 / 46, 0.0), output_datatype, periodic, node)
-
-
-@operator("BlackmanWindow", since=17, known_inputs=True)
-def _blackman(size: Any, *, output_datatype: int, periodic: int, node: Node) -> _Tensor:
-    return _window(size, (0.42, 0.5, 0.08), output_datatype, periodic, node)
-
-
-def _window(size: Any, factors: tuple[float, float, float], dtype: int, periodic: int, node: Node) -> _Tensor:
+def _window(
+    factors: tuple[float, float, float], size: Any, *, output_datatype: int, periodic: int, node: Node
+) -> _Tensor:
     """Returns a window of cosines: factors[0] - factors[1] cos(a) + factors[2] cos(2a), with a from 0 to 2 pi."""
     (count,) = integers(size, "size", node)
     angle = torch.arange(count, dtype=torch.float64) * (2 * math.pi / (count if periodic else count - 1))
     values = factors[0] - factors[1] * torch.cos(angle) + factors[2] * torch.cos(2 * angle)
-    return values.to(torch_dtype(dtype))
+    return values.to(torch_dtype(output_datatype))
+
+
+for _name, _factors in _WINDOWS.items():
+    operator(_name, since=17, known_inputs=True)(functools.partial(_window, _factors))
 
 
 @operator("DFT", since=17, until=19, known_inputs=(1,))

@@ -54,6 +54,10 @@ class Kernels(ABC):
         """Returns what a graph for them on a device depends on, besides the program: settings and the processor."""
         return ""
 
+    def for_evaluation(self) -> Kernels:
+        """Returns the kind that evaluates where this one trains."""
+        return self
+
     def check(self, step: ExportedStep, flat: FlatGraph) -> None:  # noqa: B027 - most need nothing
         """Checks a differentiated step.
 

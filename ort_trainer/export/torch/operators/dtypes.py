@@ -6,11 +6,10 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import onnx_ir as ir
 import torch
 from torch._decomp import decomposition_table
 
-from .registry import Value, decomposition, op, translation, untranslated
+from .registry import Value, decomposition, ir, op, translation, untranslated
 
 aten = torch.ops.aten
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import onnx_ir as ir
 import torch
 
-from .registry import Value, composite, decomposition, op, translation
+from .registry import Value, composite, decomposition, ir, op, translation
 
 aten = torch.ops.aten
 prims = torch.ops.prims

@@ -15,14 +15,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import onnx_ir as ir
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from ....core.errors import ExportError
 from ....engine.programs import operators  # noqa: F401 - which defines the package's own
-from .registry import Size, Value, op, replacement, translation
+from .registry import Size, Value, ir, op, replacement, translation
 
 aten = torch.ops.aten
 _VF: Any = torch._VF

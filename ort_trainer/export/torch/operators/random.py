@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
-import onnx_ir as ir
 import torch
 
 from ....core.errors import ExportError
@@ -14,7 +13,7 @@ from ....engine.programs.operators import LIBRARY
 from ..fx.explain import source_line
 from ..graph.random_inputs import Lifter
 from .dtypes import number
-from .registry import Value, keep, op, random_operator, replacement, translation
+from .registry import Value, ir, keep, op, random_operator, replacement, translation
 
 aten, ort_ops = torch.ops.aten, torch.ops.ort_trainer
 
@@ -256,7 +255,7 @@ def _translate_exponential(value: Value, rate: float = 1.0, generator: None = No
 
 
 @translation(aten.randperm.default)
-def _translate_randperm(n: Any, dtype: int = ir.DataType.INT64, **placement: Any) -> Value:
+def _translate_randperm(n: Any, dtype: int = -1, **placement: Any) -> Value:
     """Returns the sort order of uniform numbers."""
     size = op.Constant(value_ints=[n]) if isinstance(n, int) else op.Reshape(n, [1])
     _, order = op.TopK(op.RandomUniformLike(op.ConstantOfShape(size), dtype=ir.DataType.DOUBLE), size)

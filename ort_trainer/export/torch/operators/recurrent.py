@@ -20,14 +20,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
 
-import onnx_ir as ir
 import torch
 import torch.nn.functional as F
 from torch._decomp import decompositions
 
 from ....engine.programs import operators  # noqa: F401 - which defines the package's own
 from ....engine.programs.recurrent import CELLS
-from .registry import Value, decomposition, op, replacement, translation
+from .registry import Value, decomposition, ir, op, replacement, translation
 
 _for_onnx: ContextVar[bool] = ContextVar("for_onnx", default=False)
 _gru_cell = decompositions.gru_cell
@@ -324,7 +323,7 @@ def _scan(
     at_step = [_inner(value, f"given_{index}", value.shape[1:]) for index, value in enumerate(sequences)]
     symbols = [[_Symbol(value, maths) for value in values] for values in (at_start, at_step, weights)]
     after, per_step = CELLS[cell](maths, *symbols)
-    outputs: list[ir.Value] = []
+    outputs: list[Value] = []
     for symbol in (*after, *per_step):
         outputs.append(maths.node("Identity", symbol).value if symbol.value in outputs else symbol.value)
     body = ir.Graph([*at_start, *at_step], outputs, nodes=maths.nodes, name=cell)
@@ -339,14 +338,14 @@ def _scan(
     return results
 
 
-def _inner(value: ir.Value, name: str, shape: Any) -> ir.Value:
+def _inner(value: Value, name: str, shape: Any) -> Value:
     return ir.Value(name=name, type=value.type, shape=ir.Shape(shape))
 
 
 class _Symbol:
     """A value of the body, with arithmetic operators."""
 
-    def __init__(self, value: ir.Value, maths: _Values) -> None:
+    def __init__(self, value: Value, maths: _Values) -> None:
         self.value, self.maths = value, maths
 
     def __add__(self, other: _Symbol) -> _Symbol:
@@ -362,8 +361,8 @@ class _Symbol:
 class _Values:
     """Writes the maths of a step as ONNX nodes."""
 
-    def __init__(self, one: ir.Value) -> None:
-        self.nodes: list[ir.Node] = []
+    def __init__(self, one: Value) -> None:
+        self.nodes: list[Any] = []
         self.one = _Symbol(one, self)
 
     def node(self, kind: str, *inputs: _Symbol, **attributes: Any) -> _Symbol:

@@ -9,11 +9,10 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import onnx_ir as ir
 import torch
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-from .registry import Value, composite, decomposition, keep, op, translation
+from .registry import Value, composite, decomposition, ir, keep, op, translation
 from .sorting import keys
 
 aten = torch.ops.aten

@@ -14,8 +14,9 @@ There are five kinds of entries, in the order in which they take effect:
 Every other file of this folder is a family of operators, with its entries of all kinds. New files are found
 automatically.
 
-Translations are written with ``op``, which stands for onnxscript. That takes a second to import, so ``op`` imports it
-when the first graph is translated, while the other kinds are needed for every capture.
+Translations are written with ``op`` and ``ir``, which stand for onnxscript and onnx_ir. These take a second to import,
+and may be missing where only PyTorch's kernels train, so they are imported when the first graph is translated, while
+the other kinds are needed for every capture.
 """
 
 from __future__ import annotations
@@ -40,13 +41,21 @@ _Function = TypeVar("_Function", bound=Callable[..., Any] | None)
 _Any = TypeVar("_Any")
 
 
-class _Opset:
+class _Imported:
+    """A module, which is imported when a name of it is used."""
+
+    def __init__(self, module: str) -> None:
+        self._module = module
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(importlib.import_module(self._module), name)
+
+
+class _Opset(_Imported):
     """The ONNX operators, as functions that add a node to the graph that is being translated."""
 
     def __getattr__(self, name: str) -> Any:
-        from onnxscript import opset18
-
-        return getattr(opset18, name)
+        return getattr(super().__getattr__("opset18"), name)
 
     @staticmethod
     def add(node: Any) -> Sequence[Any]:
@@ -58,7 +67,8 @@ class _Opset:
         return node.outputs  # type: ignore[no-any-return]
 
 
-op: Any = _Opset()
+op: Any = _Opset("onnxscript")
+ir: Any = _Imported("onnx_ir")
 
 
 class _Table:

@@ -12,41 +12,41 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import onnx_ir as ir
 import torch
 
-from .registry import Size, Value, composite, op, translation
+from .registry import Size, Value, composite, ir, op, translation
 
 aten = torch.ops.aten
 
 
 _FINITE = {
     # One step below the largest number, so that its negative is above the lowest.
-    ir.DataType.FLOAT: float(np.nextafter(np.finfo(np.float32).max, np.float32(0))),
-    ir.DataType.DOUBLE: float(np.nextafter(np.finfo(np.float64).max, 0.0)),
+    "FLOAT": float(np.nextafter(np.finfo(np.float32).max, np.float32(0))),
+    "DOUBLE": float(np.nextafter(np.finfo(np.float64).max, 0.0)),
 }
 
 
 # Types that no kernel can order -> the type to use instead.
 _WIDER = {
-    ir.DataType.BOOL: ir.DataType.INT32,
-    ir.DataType.INT8: ir.DataType.INT32,
-    ir.DataType.UINT8: ir.DataType.INT32,
-    ir.DataType.INT16: ir.DataType.INT32,
-    ir.DataType.FLOAT16: ir.DataType.FLOAT,
-    ir.DataType.BFLOAT16: ir.DataType.FLOAT,
+    "BOOL": "INT32",
+    "INT8": "INT32",
+    "UINT8": "INT32",
+    "INT16": "INT32",
+    "FLOAT16": "FLOAT",
+    "BFLOAT16": "FLOAT",
 }
 
 
 def keys(value: Value, nan_is_greatest: bool = True) -> Value:
     """Returns keys in the order of the values, without NaN, which gets the greatest or the smallest key."""
-    kind = value.dtype
-    if kind in _WIDER:
-        kind = _WIDER[kind]
-        value = op.Cast(value, to=kind)
-    if kind not in _FINITE:
+    name = "" if value.dtype is None else value.dtype.name
+    if name in _WIDER:
+        name = _WIDER[name]
+        value = op.Cast(value, to=ir.DataType[name])
+    if name not in _FINITE:
         return value
-    largest, infinity = (op.Constant(value=ir.tensor(number, dtype=kind)) for number in (_FINITE[kind], float("inf")))
+    kind = ir.DataType[name]
+    largest, infinity = (op.Constant(value=ir.tensor(number, dtype=kind)) for number in (_FINITE[name], float("inf")))
     finite = op.Clip(value, op.Neg(largest), largest)
     return op.Where(op.IsNaN(value), infinity if nan_is_greatest else op.Neg(infinity), finite)
 

@@ -6,14 +6,13 @@ import builtins
 from collections.abc import Sequence
 from typing import Any
 
-import onnx_ir as ir
 import torch
 
 from ....core.errors import ExportError
 from ....engine.programs import operators  # noqa: F401 - which defines the package's own
 from ....engine.torch_memory import dense_order
 from ..graph.random_inputs import order_when_empty
-from .registry import Size, Value, decomposition, op, replacement, translation
+from .registry import Size, Value, decomposition, ir, op, replacement, translation
 
 aten = torch.ops.aten
 _len = builtins.len

@@ -10,7 +10,7 @@ import torch
 from .....core.errors import ExportError
 from .....engine.programs.processor import described
 from ...capture.step_module import ExportedStep
-from ...graph.kernels import Lowered
+from ...graph.kernels import Kernels, Lowered
 from ..programs.kernels import ProgramKernels
 
 if TYPE_CHECKING:
@@ -38,6 +38,10 @@ class LoopKernels(ProgramKernels):
         """Returns the processor too, whose own instructions the loops use, and the device, which they name."""
         where = f"{device} {torch.cuda.get_device_name(device)}" if device.type == "cuda" else described()
         return f"{super().key(device)} {where}"
+
+    def for_evaluation(self) -> Kernels:
+        """Returns PyTorch's kernels: to compile a second graph takes longer than most evaluations."""
+        return ProgramKernels()
 
     def check(self, step: ExportedStep, flat: FlatGraph) -> None:
         """Checks that nothing asks for values to be computed again; see the base class."""

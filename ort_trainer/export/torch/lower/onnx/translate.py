@@ -36,14 +36,14 @@ from torch.utils import _pytree as pytree
 
 from .....core.errors import ExportError
 from .....engine.kernels import CastBeforeTransposePass, FitToKernelsPass, WidenInterfacePass
-from .....step.emitter import Names
+from .....step.names import Names
 from .....step.opset import newer
 from .....step.simplify import SimplifyPass
 from ...capture.borrow import quiet
 from ...fx.explain import line_of_trace, source_line, way_out
 from ...fx.values import arguments_of
-from ...operators.execution_order import lower_after
 from ...operators.registry import Operator, decompositions, revision, translations
+from .execution_order import lower_after
 
 aten = torch.ops.aten
 Named = Sequence[tuple[torch.fx.Node, str]]

@@ -10,7 +10,7 @@ import torch
 from .....engine.programs import Program
 from .....engine.programs.program import Order
 from .....step import ProgramGraph, dtype_name
-from .....step.emitter import Names
+from .....step.names import Names
 from .....step.program_graph import Constant, ProgramCall
 from ...fx.values import Node, base_of, memory_order
 from ...graph.named_graph import NamedGraph

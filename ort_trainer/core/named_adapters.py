@@ -1,4 +1,4 @@
-"""States by name, of which one is active and the others wait in memory."""
+"""Adapters by name, of which one is active and the others wait in memory."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from .errors import shown, was_given
 State = TypeVar("State")
 
 
-class NamedStates(ABC, Generic[State]):
-    """States by name, of which one is active and the others wait in memory.
+class NamedAdapters(ABC, Generic[State]):
+    """Adapters by name, of which one is active and the others wait in memory.
 
     Args:
         name: The name of the active one.

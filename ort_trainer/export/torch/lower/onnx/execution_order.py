@@ -1,4 +1,4 @@
-"""The operator ``after``, which :mod:`~..graph.recompute` inserts, in ONNX.
+"""The operator ``after``, which :mod:`~...graph.recompute` inserts, in ONNX.
 
 ONNX has no such operator. It becomes a Reshape to the tensor's own shape, where the shape includes empty slices of the
 other tensors. Nothing is copied. Optimizers that know shapes would remove such a Reshape, so the operator first belongs
@@ -14,8 +14,8 @@ from typing import Any
 import onnx
 import onnx_ir as ir
 
-from ..graph.recompute import AFTER
-from .registry import Value, translation
+from ...graph.recompute import AFTER
+from ...operators.registry import Value, translation
 
 _DOMAIN = "ort_trainer"
 _ANY = [f"tensor({kind})" for kind in ("float", "double", "float16", "bfloat16", "int64", "int32", "bool")]
