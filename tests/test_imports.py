@@ -38,8 +38,8 @@ ALLOWED = {
     "module": {"core", "engine", "export", "options", "step"},
     # The trainer imports it lazily for exports.
     "artifacts": {"core", "distributed", "engine", "export", "optim", "options", "state", "step", "train", "upstream"},
-    "trainer": {"amp", "artifacts", "core", "distributed", "export", "fit", "optim", "options", "profiling", "runs"}
-    | {"state", "train"},
+    "trainer": {"amp", "artifacts", "core", "distributed", "engine", "export", "fit", "optim", "options", "profiling"}
+    | {"runs", "state", "train"},
     "adapters": {"core", "export", "step", "train", "trainer"},
     "integrations": {"core", "module", "options"},
     # Each command imports what it needs when it runs; inspecting checkpoints of exports needs no PyTorch.

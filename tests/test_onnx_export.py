@@ -146,7 +146,7 @@ def test_what_can_not_have_the_operator_set(tmp_path: Path) -> None:
 
 
 def test_large_weights_go_into_a_second_file(tmp_path: Path) -> None:
-    trainer = mlp_trainer()
+    trainer = mlp_trainer({"utils": {"kernels": "onnxruntime"}})
     x, y = mlp_batches(1)[0]
     trainer.eval_step(x, y)
     session = trainer.session

@@ -150,6 +150,14 @@ class Encoder:
             return expression
         for symbol in symbols_of(expression):
             if symbol not in self._program.symbols:
-                source, axis = self._sizes[symbol]
+                source, axis = self._place_of_size(symbol)
                 self._program.symbols[symbol] = (self._take(source), axis)
         return {kind: expression}
+
+    def _place_of_size(self, symbol: str) -> tuple[Node, int]:
+        """Returns where to read a size: if possible in an input of the program, as others may be left out of a run."""
+        for node in self.inputs:
+            for axis, size in enumerate(node.meta["val"].shape):
+                if isinstance(size, torch.SymInt) and self._symbols.expression(size) == f"dim({symbol!r})":
+                    return node, axis
+        return self._sizes[symbol]
