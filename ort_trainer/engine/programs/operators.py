@@ -17,9 +17,14 @@ OWN: dict[str, Callable[..., Any]] = {}
 """Target of a program's step -> its function."""
 
 
-def _define(signature: str, function: Callable[..., Any], fake: Callable[..., Any] | None = None) -> None:
+def _define(
+    signature: str,
+    function: Callable[..., Any],
+    fake: Callable[..., Any] | None = None,
+    tags: tuple[torch.Tag, ...] = (),
+) -> None:
     """Defines an operator; ``fake`` returns tensors of the right shape and dtype without computing them."""
-    _library.define(signature)
+    _library.define(signature, tags=tags)
     name = signature.partition("(")[0]
     _library.impl(name, function, "CPU")
     if fake is not None:  # otherwise registered below, as the result has sizes that depend on values
@@ -27,6 +32,14 @@ def _define(signature: str, function: Callable[..., Any], fake: Callable[..., An
     OWN[f"{LIBRARY}.{name if '.' in name else f'{name}.default'}"] = function
 
 
+# Dropout whose rate is an input. In a training graph, an input of masks takes its place. ``fast`` allows masks that are
+# not PyTorch's.
+_define(
+    "dropout(Tensor value, Tensor kept, bool fast) -> (Tensor, Tensor)",
+    lambda value, kept, fast: torch.native_dropout(value, 1.0 - float(kept), True),
+    lambda value, *_: (torch.empty_like(value), torch.empty_like(value, dtype=torch.bool)),
+    (torch.Tag.nondeterministic_seeded,),
+)
 # The overloads ``rate`` take the probability of being kept as a tensor, from which the factor follows.
 for _overload, _kept in (("", "float"), (".rate", "Tensor")):
     _define(

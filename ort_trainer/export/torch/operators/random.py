@@ -20,13 +20,9 @@ aten, ort_ops = torch.ops.aten, torch.ops.ort_trainer
 # By default a distribution reads the values of its parameters to validate them.
 replacement(torch.distributions.Distribution, "_validate_args")(False)
 
-# Dropout whose rate is an input of the graph. ``fast`` allows masks that are not PyTorch's.
+# Of dropout whose rate is an input of the graph.
 _library: Any = torch.library.Library(LIBRARY, "FRAGMENT")  # type: ignore[no-untyped-call]
-_library.define(
-    "dropout(Tensor value, Tensor kept, bool fast) -> (Tensor, Tensor)", tags=(torch.Tag.nondeterministic_seeded,)
-)
 _library.define("dropout_backward(Tensor gradient, Tensor mask, Tensor kept) -> Tensor")
-_library.impl("dropout", lambda value, *_: (torch.empty_like(value), torch.empty_like(value, dtype=torch.bool)), "Meta")
 _library.impl("dropout_backward", lambda gradient, *_: torch.empty_like(gradient), "Meta")
 
 

@@ -126,7 +126,8 @@ class ProgramBuilder:
 
     def _encoder(self, nodes: Sequence[Node]) -> WritesProgram:
         """Returns what writes the program of some operators."""
-        return Encoder(self._sizes.symbols, self._sizes.places, self._orders)
+        batch = {node for node, name in self._named.inputs if self._named.separable and name in self._named.shapes}
+        return Encoder(self._sizes.symbols, self._sizes.places, self._orders, batch)
 
 
 def _constant(tensor: torch.Tensor) -> Constant:

@@ -30,6 +30,7 @@ class Encoder:
         symbols: The symbolic sizes.
         sizes: Symbolic size -> batch input and axis where it can be read.
         orders: Value that is passed between programs -> its memory order.
+        batch: Inputs that a run may lack, with all results that need their values.
 
     Attributes:
         inputs: The nodes that the program takes.
@@ -37,9 +38,13 @@ class Encoder:
     """
 
     def __init__(
-        self, symbols: SymbolNames, sizes: Mapping[str, tuple[Node, int]], orders: Mapping[Node, Order]
+        self,
+        symbols: SymbolNames,
+        sizes: Mapping[str, tuple[Node, int]],
+        orders: Mapping[Node, Order],
+        batch: Collection[Node] = (),
     ) -> None:
-        self._symbols, self._sizes, self._orders = symbols, sizes, orders
+        self._symbols, self._sizes, self._orders, self._batch = symbols, sizes, orders, batch
         self.inputs: list[Node] = []
         self.operators: list[Node | None] = []
         self._program = Program()
@@ -155,8 +160,8 @@ class Encoder:
         return {kind: expression}
 
     def _place_of_size(self, symbol: str) -> tuple[Node, int]:
-        """Returns where to read a size: if possible in an input of the program, as others may be left out of a run."""
-        for node in self.inputs:
+        """Returns where to read a size: if possible in an input that the program takes anyway."""
+        for node in filter(self._batch.__contains__, self.inputs):
             for axis, size in enumerate(node.meta["val"].shape):
                 if isinstance(size, torch.SymInt) and self._symbols.expression(size) == f"dim({symbol!r})":
                     return node, axis
