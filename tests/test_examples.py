@@ -54,7 +54,9 @@ def test_digits(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     scores = dict(re.findall(r"^(ORTTrainer|PyTorch|digits\.onnx).*?([\d.]+)%", done.stdout, re.MULTILINE))
-    assert float(scores["ORTTrainer"]) > 93 and scores["digits.onnx"] == scores["ORTTrainer"]
+    assert float(scores["ORTTrainer"]) > 93
+    # PyTorch's kernels and ONNX Runtime's round otherwise, which decides an image with two equal scores: one of 360.
+    assert abs(float(scores["digits.onnx"]) - float(scores["ORTTrainer"])) < 0.3
     assert abs(float(scores["PyTorch"]) - float(scores["ORTTrainer"])) < 3
     assert sorted(p.name for p in tmp_path.iterdir()) == ["digits.onnx", "digits.ortckpt", "loss.png"]
     state, user = load_checkpoint_file(tmp_path / "digits.ortckpt")
