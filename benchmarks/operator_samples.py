@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -24,7 +25,8 @@ if "expecttest" not in sys.modules:
     sys.modules["expecttest"].TestCase = unittest.TestCase  # type: ignore[attr-defined]
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    from torch.testing._internal.common_methods_invocations import op_db
+    with mock.patch.object(torch.backends, "disable_global_flags"):  # of the whole process, for PyTorch's own tests
+        from torch.testing._internal.common_methods_invocations import op_db
 
 __all__ = ["EDGES", "OPEN", "RANDOM", "edge_values", "open_question", "operators", "samples"]
 
