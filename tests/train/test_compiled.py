@@ -218,7 +218,7 @@ class Layer(nn.Sequential):
 def test_equal_layers_are_compiled_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """In several processes, none of which reads headers that others may have compiled."""
     monkeypatch.setattr("torch._inductor.codecache._HEADER_DIR", str(tmp_path / "anyone's"))
-    monkeypatch.setattr("ort_trainer.export.torch.lower.loops.divide._WORTH_A_PROGRAM", 13)  # two layers, forward
+    monkeypatch.setattr("ort_trainer.kernels.loops.divide._WORTH_A_PROGRAM", 13)  # two layers, forward
     model = Apply(nn.ModuleList([Layer(), Layer(), Layer()]), lambda own, x: own[2](own[1](own[0](x))))
     reference = copy.deepcopy(model)
     options = ORTTrainerOptions({"utils": {"kernels": "compiled", "grad_norm_clip": False}})
