@@ -7,11 +7,9 @@ import io
 import itertools
 import keyword
 import operator
-import os
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -28,7 +26,7 @@ from torch.utils import checkpoint as checkpointing
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..core.errors import PACKAGE, ExportError
-from ..fx.explain import LIBRARIES, explain, source_line
+from ..fx.explain import LIBRARIES, TORCH_MODELS, explain, source_line
 from ..fx.operator_table import replacements
 from ..fx.symbols import users_lines_of_conditions
 from ..fx.values import draws_numbers, reached
@@ -54,8 +52,6 @@ _DATA: Any = torch.Tensor.data
 _APPLY: Callable[..., nn.Module] = nn.Module._apply
 _TORCH = LIBRARIES[0]
 _OURS = PACKAGE
-# Model code within torch: batch norm in training, for example, refuses a single value per channel.
-_TORCH_MODELS = f"{Path(torch.nn.__file__).parent}{os.sep}"
 _COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
     "__gt__": operator.gt,
     "__ge__": operator.ge,
@@ -290,7 +286,7 @@ def _watch_small_sizes() -> Iterator[dict[sympy.Symbol, int]]:
 
         def method(self: Any, other: Any) -> Any:
             file = sys._getframe(1).f_code.co_filename
-            if isinstance(other, int) and (not file.startswith(_TORCH) or file.startswith(_TORCH_MODELS)):
+            if isinstance(other, int) and (not file.startswith(_TORCH) or file.startswith(TORCH_MODELS)):
                 expression = self.node.expr
                 symbols = expression.free_symbols
                 if len(symbols) == 1:

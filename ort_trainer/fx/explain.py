@@ -22,6 +22,8 @@ _TORCH = Path(torch.__file__).parent
 _ROOMS = ("capture", "export", "fx", "graph", "guard", "kernels", "operators", "outside")
 EXPORTER = tuple(f"{PACKAGE}{room}{os.sep}" for room in _ROOMS)
 LIBRARIES = (f"{_TORCH}{os.sep}", *EXPORTER)
+TORCH_MODELS = f"{_TORCH / 'nn'}{os.sep}"
+"""PyTorch's own modules, which are parts of a model: batch norm, for example, refuses a single value per channel."""
 COMPUTES = tuple(str(_TORCH / part) for part in ("nn", "distributions", "functional.py", "_decomp", "_refs"))
 """The parts of PyTorch that compute in Python; the other parts only capture the model."""
 _GRADIENTS = tuple(

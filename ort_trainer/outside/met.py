@@ -15,21 +15,19 @@ import gc
 import inspect
 import io
 import itertools
-import os
 import random
 import sys
 import threading
 import types
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..core.errors import ExportError
-from ..fx.explain import EXPORTER, LIBRARIES
+from ..fx.explain import EXPORTER, LIBRARIES, TORCH_MODELS
 from .calls import functions_in
 from .changes import HOOKS, OF_EVERY_MODULE, Copies
 from .code import LIBRARY_NAMES, globals_of, imports_of, is_users, names_of, optional_in
@@ -41,7 +39,6 @@ from .places import MISSING, Access, Place, attributes_of, described, in_cell, o
 from .values import CONTAINERS, MEMORIES, VIEWS, is_plain, is_watched, parts_of
 from .watch import Watch
 
-_TORCH, _TORCH_MODELS = (f"{Path(library.__file__).parent}{os.sep}" for library in (torch, torch.nn))
 # Of an autograd.Function, called after the run.
 _CALLED_LATER = frozenset({"setup_context", "backward"})
 # Objects that can't be watched, so all of their attributes count as read.
@@ -473,8 +470,8 @@ class Met:
             if name in OF_EVERY_MODULE:
                 return
             file = sys._getframe(2).f_code.co_filename
-            of_models = file.startswith(_TORCH_MODELS) and name != "__dict__"
-            if (file.startswith(_TORCH) and not of_models) or file.startswith(EXPORTER):
+            of_models = file.startswith(TORCH_MODELS) and name != "__dict__"
+            if (file.startswith(LIBRARIES[0]) and not of_models) or file.startswith(EXPORTER):
                 self.watch.seen.discard((id(owner), name))  # an exporter looks at everything
                 return
         try:
