@@ -333,7 +333,7 @@ class _Run:
         keywords = {name: value for name, value in attributes.items() if name in chosen.attributes}
         if chosen.takes_node:
             keywords["node"] = node
-        return chosen.function(*inputs, *[None] * (_required(chosen) - len(inputs)), **keywords)
+        return chosen.function(*inputs, *[None] * (len(chosen.inputs or ()) - len(inputs)), **keywords)
 
     def _kept(self, number: int, value: Value) -> Value:
         """Returns a result in the form in which it is stored: numbers as a known array, but a large one as a tensor."""
@@ -350,8 +350,3 @@ def _moved_type(node: Node, inputs: Sequence[Value]) -> torch.dtype | None:
     if node.domain or node.op_type not in _MOVING or not all(isinstance(value, Rounded) for value in data):
         return None
     return data[0].dtype if data else None
-
-
-def _required(chosen: Operator) -> int:
-    """Returns how many positional arguments a function takes; absent ones are passed as None."""
-    return 0 if chosen.inputs is None else chosen.inputs

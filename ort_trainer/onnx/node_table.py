@@ -4,6 +4,7 @@ Every file of ``operators/`` is a family of operators; new files are found autom
 
 - takes the inputs positionally, as tensors; absent optional ones are None, and a variadic input is ``*args``;
 - takes attributes by keyword. Defaults are those of ONNX's schema; where that has none, the function's own;
+- takes as an input what is an attribute of the same name in older versions of the operator, such as ``axes``;
 - may pass other attributes on, as ``**attributes``, to a function or class that takes them by keyword;
 - may take the keyword ``node``, for errors, the number of outputs, and whether the model is in training mode;
 - returns a tensor, a known array (see ``values.py``), or a tuple of them, one for each output.
@@ -82,7 +83,7 @@ class Node:
         return f"node {shown(self.name)}, operator {self.op_type} of {self.domain or 'ai.onnx'} {self.opset}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Operator:
     """A function for an operator, and how to call it.
 
@@ -94,10 +95,6 @@ class Operator:
         known_inputs: The positions of inputs that it takes as known arrays or tensors. Other inputs are converted to
             tensors.
         scalars: The positions of inputs that it takes as Python numbers, if they are known and have no dimensions.
-        inputs: The greatest number of inputs; None if any number.
-        attributes: The names of the attributes that it takes.
-        required: The attributes for which the function has no default.
-        takes_node: Whether it takes the node.
         updates: Output -> input, for each output that is the new value of an input in training mode.
         numbers: The positions of inputs that it takes as lists of numbers.
         takes_rounded: Whether it takes quantized numbers with their gradient; otherwise they come as plain tensors.
@@ -107,19 +104,43 @@ class Operator:
     function: Callable[..., Any]
     since: int
     until: int | None
-    known_inputs: Collection[int] | bool
-    scalars: Collection[int] | bool
-    inputs: int | None
-    attributes: frozenset[str]
-    required: frozenset[str]
-    takes_node: bool
-    updates: Mapping[int, int]
+    known_inputs: Collection[int] | bool = ()
+    scalars: Collection[int] | bool = ()
+    updates: Mapping[int, int] = dataclasses.field(default_factory=dict)
     numbers: Collection[int] = ()
     takes_rounded: bool = False
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles the key instead of the function: many of the functions can't be pickled."""
         return _entry, self.key
+
+    @functools.cached_property
+    def _parameters(self) -> list[inspect.Parameter]:
+        """The parameters of the function, and of those to which it passes attributes."""
+        parameters = list(inspect.signature(self.function).parameters.values())
+        called = _passing.get(self.function)
+        while called is not None:
+            parameters += [p for p in inspect.signature(called).parameters.values() if p.kind == p.KEYWORD_ONLY]
+            called = _passing.get(called)
+        return parameters
+
+    @functools.cached_property
+    def inputs(self) -> tuple[str, ...] | None:
+        """The names of the inputs that it takes; None if any number."""
+        if any(p.kind == p.VAR_POSITIONAL for p in self._parameters):
+            return None
+        return tuple(p.name for p in self._parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD))
+
+    @functools.cached_property
+    def attributes(self) -> Mapping[str, bool]:
+        """The names of the attributes that it takes -> whether it has no default for them."""
+        keywords = [p for p in self._parameters if p.kind == p.KEYWORD_ONLY and p.name != "node"]
+        return {p.name: p.default is p.empty for p in keywords}
+
+    @functools.cached_property
+    def takes_node(self) -> bool:
+        """Whether it takes the node."""
+        return any(p.name == "node" for p in self._parameters)
 
     def takes_known(self, index: int) -> bool:
         """Returns whether an input may be a known array."""
@@ -134,6 +155,8 @@ _Table = dict[tuple[str, str], list[Operator]]
 _operators: _Table = defaultdict(list)
 _for_known: _Table = defaultdict(list)
 _TABLES = {"operators": _operators, "known": _for_known}
+# A function -> the one to which it passes its other attributes.
+_passing: dict[Callable[..., Any], Callable[..., Any]] = {}
 
 
 def operator(
@@ -161,10 +184,16 @@ def operator(
         updates: Output -> input, for each output that is the new value of an input. In training mode it is written
             into the module's buffer, if the input is a running statistic.
         takes_rounded: Whether the function takes quantized numbers as :class:`~.values.Rounded`.
-        passing: What the function passes its ``**attributes`` to.
+        passing: What the function passes its ``**attributes`` to; that one may pass them on, too.
     """
-    others = (known_inputs, scalars, updates or {}, takes_rounded, passing)
-    return _registering("operators", names, since, until, domain, *others)
+
+    def register(function: _Function) -> _Function:
+        if passing is not None:
+            _passing[function] = passing
+        options = {"known_inputs": known_inputs, "scalars": scalars, "updates": updates or {}}
+        return _register("operators", names, domain, function, since, until, takes_rounded=takes_rounded, **options)
+
+    return register
 
 
 def known_operator(
@@ -174,79 +203,36 @@ def known_operator(
 
     It returns known arrays, or ``NotImplemented`` to leave the node to the function for tensors.
     """
-    return _registering("known", names, since, until, domain, True, (), {})
+    return lambda function: _register("known", names, domain, function, since, until, known_inputs=True)
 
 
-def _registering(
+def _register(
     table_name: str,
     names: tuple[str, ...],
+    domain: str,
+    function: _Function,
     since: int,
     until: int | None,
-    domain: str,
-    known_inputs: Collection[int] | bool,
-    scalars: Collection[int] | bool,
-    updates: Mapping[int, int],
-    takes_rounded: bool = False,
-    passing: Callable[..., Any] | None = None,
-) -> Callable[[_Function], _Function]:
-    """Returns a decorator that adds a function to a table, under each operator's name."""
+    **options: Any,
+) -> _Function:
+    """Adds a function to a table, under each operator's name."""
     table = _TABLES[table_name]
-
-    def register(function: _Function) -> _Function:
-        for name in names:
-            key = (table_name, domain, name, len(table[domain, name]))
-            entry = _describe(key, function, since, until, known_inputs, scalars, updates, passing)
-            entry = dataclasses.replace(entry, takes_rounded=takes_rounded)
-            for other in table[domain, name]:
-                if since <= (other.until or since) and other.since <= (until or other.since):
-                    raise ValueError(f"{name} is registered twice: as {function} and as {other.function}")
-            table[domain, name].append(entry)
-        return function
-
-    return register
+    for name in names:
+        key = (table_name, domain, name, len(table[domain, name]))
+        for other in table[domain, name]:
+            if since <= (other.until or since) and other.since <= (until or other.since):
+                raise ValueError(f"{name} is registered twice: as {function} and as {other.function}")
+        table[domain, name].append(Operator(key=key, function=function, since=since, until=until, **options))
+    return function
 
 
 def _entry(table: str, domain: str, name: str, index: int) -> Operator:
     """Returns the operator with this key; the inverse of :meth:`Operator.__reduce__`."""
     if table == "user":
-        user_operator = registered(domain, name)[index]
-        key = (table, domain, name, index)
-        entry = _describe(key, user_operator.function, user_operator.since, user_operator.until, (), (), {})
-        return dataclasses.replace(entry, numbers=user_operator.numbers)
+        entry = registered(domain, name)[index]
+        return Operator(key=(table, domain, name, index), **vars(entry))
     _find_families()
     return _TABLES[table][domain, name][index]
-
-
-def _describe(
-    key: tuple[str, str, str, int],
-    function: Callable[..., Any],
-    since: int,
-    until: int | None,
-    known_inputs: Collection[int] | bool,
-    scalars: Collection[int] | bool,
-    updates: Mapping[int, int],
-    passing: Callable[..., Any] | None = None,
-) -> Operator:
-    """Reads from a function's signature which inputs and attributes it takes."""
-    parameters = list(inspect.signature(function).parameters.values())
-    if passing is not None:
-        parameters += [p for p in inspect.signature(passing).parameters.values() if p.kind == p.KEYWORD_ONLY]
-    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    variadic = any(p.kind == p.VAR_POSITIONAL for p in parameters)
-    keywords = [p for p in parameters if p.kind == p.KEYWORD_ONLY and p.name != "node"]
-    return Operator(
-        key,
-        function,
-        since,
-        until,
-        known_inputs,
-        scalars,
-        None if variadic else len(positional),
-        frozenset(p.name for p in keywords),
-        frozenset(p.name for p in keywords if p.default is p.empty),
-        any(p.name == "node" for p in parameters),
-        updates,
-    )
 
 
 @functools.cache
@@ -304,7 +290,9 @@ def _of_version(entries: list[Operator], version: int) -> Operator | None:
 def attributes_of(
     node: Node, chosen: Operator, attributes: Mapping[str, ir.Attr], convert: Callable[[ir.Attr], Any]
 ) -> dict[str, Any]:
-    """Returns the keyword arguments for a node's function: its attributes, and ONNX's defaults of others.
+    """Returns the arguments of a node's function by name: its attributes, and ONNX's defaults of others.
+
+    Some may be inputs of the function that are attributes in this version of the operator.
 
     Args:
         node: The node.
@@ -322,14 +310,16 @@ def attributes_of(
             if attribute.default_value.type:
                 defaults[name] = convert(ir.serde.deserialize_attribute(attribute.default_value))
     values = {name: convert(attribute) for name, attribute in attributes.items()}
+    known = {} if schema is None else schema.attributes
+    names = {*chosen.attributes, *(name for name in chosen.inputs or () if name in known)}
     for name, value in values.items():
-        if name not in chosen.attributes and (name not in defaults or defaults[name] != value):
+        if name not in names and (name not in defaults or defaults[name] != value):
             raise node.error(
                 f"its attribute {name!r} is {shown(value)}, which is not supported: leave it out"
                 + (f", or set it to {shown(defaults[name])}" if name in defaults else "")
             )
-    values = {name: value for name, value in {**defaults, **values}.items() if name in chosen.attributes}
-    missing = sorted(chosen.required - set(values))
+    values = {name: value for name, value in {**defaults, **values}.items() if name in names}
+    missing = sorted(name for name, required in chosen.attributes.items() if required and name not in values)
     if missing:
         raise node.error(f"it lacks the attributes {missing}, which are required: the model is damaged")
     return values

@@ -18,7 +18,7 @@ import torch
 from ..core.errors import ExportError, shown
 from .memory import without_data
 from .node_table import Node, Operator, attributes_of, find_operator
-from .values import torch_dtype
+from .values import known_array, torch_dtype
 
 
 @dataclass(frozen=True)
@@ -257,9 +257,16 @@ class _Planner:
         inputs = [None if value is None or not value.name else self.number(value) for value in node.inputs]
         while inputs and inputs[-1] is None:
             inputs.pop()
-        if for_tensors.inputs is not None and len(inputs) > for_tensors.inputs:
-            raise described.error(f"it has {len(inputs)} inputs, but only {for_tensors.inputs} are supported")
+        if for_tensors.inputs is not None and len(inputs) > len(for_tensors.inputs):
+            raise described.error(f"it has {len(inputs)} inputs, but only {len(for_tensors.inputs)} are supported")
         convert = _Converter(self, opsets, references).convert
+        arguments = attributes_of(described, for_tensors, attributes, convert)
+        for position, name in enumerate(for_tensors.inputs or ()):
+            if name in arguments:  # an attribute that is an input in newer versions of the operator
+                value = ir.Value(name=f"{described.name}.{name}")
+                self._constant(value, ir.tensor(known_array(arguments.pop(name))))
+                inputs += [None] * (position + 1 - len(inputs))
+                inputs[position] = self.number(value)
         steps.append(
             PlannedNode(
                 described,
@@ -267,7 +274,7 @@ class _Planner:
                 for_known,
                 tuple(inputs),
                 tuple(self.number(value) if value.name else None for value in node.outputs),
-                attributes_of(described, for_tensors, attributes, convert),
+                arguments,
                 (),
             )
         )

@@ -199,6 +199,29 @@ def test_operators(name: str) -> None:
     check(*CASES[name], opset=21 if name == "GroupNormalization" else 20)
 
 
+@pytest.mark.parametrize(
+    ("opset", "older", "newer"),
+    [
+        (10, "y = Clip<min=0.3>(p)", "low = Constant<value_float=0.3>()\n y = Clip(p, low)"),
+        (9, "y = Slice<starts=[1], ends=[-1], axes=[2]>(p)", "a = Constant<value_ints=[1]>()\n"
+         " b = Constant<value_ints=[-1]>()\n c = Constant<value_ints=[2]>()\n y = Slice(p, a, b, c)"),
+        (10, "y = Pad<pads=[0,0,1,0,0,0,0,2], value=0.5>(p)",
+         "a = Constant<value_ints=[0,0,1,0,0,0,0,2]>()\n v = Constant<value_float=0.5>()\n y = Pad(p, a, v)"),
+        (12, "y = ReduceMax<axes=[1]>(p)", "a = Constant<value_ints=[1]>()\n y = ReduceMax(p, a)"),
+    ],
+)  # fmt: skip
+def test_attributes_that_became_inputs(opset: int, older: str, newer: str) -> None:
+    losses = [OnnxModule(model(body, version))(X)["loss"] for body, version in ((older, opset), (newer, 20))]
+    assert losses[0] == losses[1]
+
+
+def test_clip_without_a_limit_in_half_precision() -> None:
+    text = """<ir_version: 8, opset_import: ["": 10]>
+    g (float16[3] x) => (float16[3] y) { y = Clip<min=0.0>(x) }"""
+    x = torch.tensor([-1.0, 2.0, 60000.0], dtype=torch.float16)
+    assert OnnxModule(onnx.parser.parse_model(text))(x)["y"].tolist() == [0.0, 2.0, 60000.0]
+
+
 def test_settings_are_no_weights() -> None:
     body = "y = Resize(p, , scales)\n k = Clip(y, low)"
     found = model(body)

@@ -14,6 +14,7 @@ from ..node_table import Node, known_operator, operator
 from ..values import Known, each
 
 _Tensor = torch.Tensor
+_NO_LIMIT = torch.finfo(torch.float32).max
 _UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
 
 
@@ -251,18 +252,12 @@ def _floored(value: Any) -> Any:
     return torch.sym_float(value.__floor__())  # type: ignore[no-untyped-call]
 
 
-def _clip(x: _Tensor, low: Any = None, high: Any = None) -> _Tensor:
-    # Two clamps in ONNX's order: if low > high, high wins. Each limit may be a number or a tensor.
-    x = x if low is None else torch.clamp(x, min=low)
-    return x if high is None else torch.clamp(x, max=high)
-
-
-@operator("Clip", since=6, until=10)
-def _clip_by_attributes(x: _Tensor, *, min: float | None = None, max: float | None = None) -> _Tensor:
-    return _clip(x, min, max)
-
-
-@operator("Clip", since=11, scalars=(1, 2))
+@operator("Clip", since=6, scalars=(1, 2))
 @_widened
-def _clip_by_inputs(x: _Tensor, low: Any, high: Any) -> _Tensor:
-    return _clip(x, low, high)
+def _clip(x: _Tensor, min: Any, max: Any) -> _Tensor:
+    # Before version 11, an absent limit is the greatest number of float32, which a half can't represent.
+    if x.dtype.itemsize == 2:
+        min, max = (None if isinstance(limit, float) and abs(limit) >= _NO_LIMIT else limit for limit in (min, max))
+    # Two clamps in ONNX's order: if min > max, max wins. Each limit may be a number or a tensor.
+    x = x if min is None else torch.clamp(x, min=min)
+    return x if max is None else torch.clamp(x, max=max)

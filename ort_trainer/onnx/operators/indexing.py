@@ -123,23 +123,12 @@ def _one_hot(indices: _Tensor, depth: Any, values: _Tensor, *, axis: int, node: 
     return torch.where(chosen, on, off)
 
 
-@operator("TopK", until=9)
-def _top_k_by_attribute(x: _Tensor, *, axis: int, k: int) -> tuple[_Tensor, _Tensor]:
-    return _top_k(x, k, axis, True)
-
-
-@operator("TopK", since=10, known_inputs=(1,))
-def _top_k_by_input(
-    x: _Tensor, k: Any, *, axis: int, largest: int = 1, sorted: int = 1, node: Node
-) -> tuple[_Tensor, _Tensor]:
+@operator("TopK", known_inputs=(1,))
+def _top_k(x: _Tensor, k: Any, *, axis: int, largest: int = 1, sorted: int = 1, node: Node) -> tuple[_Tensor, _Tensor]:
     (count,) = integers(k, "k", node)
-    # With sorted=0 any order is valid, including the sorted one.
-    return _top_k(x, count, axis, bool(largest))
-
-
-def _top_k(x: _Tensor, count: Any, axis: int, largest: bool) -> tuple[_Tensor, _Tensor]:
-    # torch.topk does not define the order of equal values; in ONNX the lower index comes first.
-    values, indices = torch.sort(x, dim=axis, descending=largest, stable=True)
+    # torch.topk does not define the order of equal values; in ONNX the lower index comes first. With sorted=0 any order
+    # is valid, including the sorted one.
+    values, indices = torch.sort(x, dim=axis, descending=bool(largest), stable=True)
     return values.narrow(axis, 0, count), indices.narrow(axis, 0, count)
 
 

@@ -10,19 +10,12 @@ import torch
 import torch.nn.functional as F
 
 from ..node_table import Node, known_operator, operator
-from ..values import Known, integers, is_traced, torch_dtype
+from ..values import Known, integers, is_known, is_traced, torch_dtype
 
 _Tensor = torch.Tensor
 
 
-@operator("Slice", until=9)
-def _slice_by_attributes(x: _Tensor, *, starts: list[int], ends: list[int], axes: list[int] | None = None) -> _Tensor:
-    for axis, start, end in zip(axes or range(len(starts)), starts, ends, strict=True):
-        x = _part(x, axis, start, end, 1)
-    return x
-
-
-@operator("Slice", since=10, known_inputs=(1, 2, 3, 4))
+@operator("Slice", known_inputs=(1, 2, 3, 4))
 def _slice(x: _Tensor, starts: Any, ends: Any, axes: Any, steps: Any, *, node: Node) -> _Tensor:
     first, last = integers(starts, "starts", node), integers(ends, "ends", node)
     axis_list = list(range(len(first))) if axes is None else integers(axes, "axes", node)
@@ -45,86 +38,33 @@ def _part(x: _Tensor, axis: int, start: Any, end: Any, step: int) -> _Tensor:
     return x[tuple(key)]
 
 
-@known_operator("Slice", until=9)
-def _slice_known_by_attributes(x: Known, *, starts: list[int], ends: list[int], axes: list[int] | None = None) -> Any:
-    return _known_part(x, axes or range(len(starts)), starts, ends, [1] * len(starts))
-
-
-@known_operator("Slice", since=10)
+@known_operator("Slice")
 def _slice_known(x: Known, starts: Known, ends: Known, axes: Known | None, steps: Known | None) -> Any:
     axis_list = range(len(starts)) if axes is None else axes.tolist()
     step_list = [1] * len(starts) if steps is None else steps.tolist()
-    return _known_part(x, axis_list, starts.tolist(), ends.tolist(), step_list)
-
-
-def _known_part(x: Known, axes: Any, starts: Any, ends: Any, steps: Any) -> Any:
-    """Returns a slice of a known array; NotImplemented if a bound is symbolic."""
     key = [slice(None)] * x.ndim
-    for axis, start, end, step in zip(axes, starts, ends, steps, strict=True):
+    for axis, start, end, step in zip(axis_list, starts.tolist(), ends.tolist(), step_list, strict=True):
         if not all(isinstance(value, int) for value in (start, end)):
-            return NotImplemented
+            return NotImplemented  # a bound is symbolic
         key[axis] = slice(start, end, step)
         if step < 0 and end < -x.shape[axis]:  # through the first element, which NumPy writes as None
             key[axis] = slice(start, None, step)
     return x[tuple(key)]
 
 
-@operator("Split", since=2, until=12)
-def _split_by_attribute(x: _Tensor, *, axis: int, split: list[int] | None = None, node: Node) -> tuple[_Tensor, ...]:
-    return _split(x, split, axis, node)
-
-
-@operator("Split", since=13, until=17, known_inputs=(1,))
-def _split_by_input(x: _Tensor, split: Any, *, axis: int, node: Node) -> tuple[_Tensor, ...]:
-    return _split(x, None if split is None else integers(split, "split", node), axis, node)
-
-
-@operator("Split", since=18, known_inputs=(1,))
-def _split_in_number(
-    x: _Tensor, split: Any, *, axis: int, num_outputs: int | None = None, node: Node
-) -> tuple[_Tensor, ...]:
-    return _split(x, None if split is None else integers(split, "split", node), axis, node, num_outputs)
-
-
-def _split(x: _Tensor, sizes: list[Any] | None, axis: int, node: Node, count: int | None = None) -> tuple[_Tensor, ...]:
-    """Splits a tensor into parts of these sizes, or into parts of equal size, of which the last may be smaller."""
-    if sizes is None:
-        count, size = count or node.outputs, x.shape[axis]
+@operator("Split", since=2, known_inputs=(0, 1))
+def _split(x: Any, split: Any, *, axis: int, num_outputs: int | None = None, node: Node) -> tuple[Any, ...]:
+    """Splits a value into parts of these sizes, or into parts of equal size, of which the last may be smaller."""
+    if split is not None:
+        sizes = integers(split, "split", node)
+    else:
+        count, size = num_outputs or node.outputs, x.shape[axis]
         part = -(-size // count)
         sizes = [*[part] * (count - 1), size - part * (count - 1)]
-    return torch.split(x, sizes, axis)
+    return tuple(np.split(x, np.cumsum(sizes)[:-1], axis)) if is_known(x) else torch.split(x, sizes, axis)
 
 
-@known_operator("Split", since=2, until=12)
-def _split_known_by_attribute(x: Known, *, axis: int, split: list[int] | None = None) -> Any:
-    return NotImplemented if split is None else tuple(np.split(x, np.cumsum(split)[:-1], axis))
-
-
-@known_operator("Split", since=13, until=17)
-def _split_known(x: Known, split: Known | None, *, axis: int, node: Node) -> Any:
-    return _known_parts(x, split, axis, node.outputs)
-
-
-@known_operator("Split", since=18)
-def _split_known_in_number(
-    x: Known, split: Known | None, *, axis: int, num_outputs: int | None = None, node: Node
-) -> Any:
-    return _known_parts(x, split, axis, num_outputs or node.outputs)
-
-
-def _known_parts(x: Known, split: Known | None, axis: int, count: int) -> Any:
-    size = x.shape[axis]
-    part = -(-size // count)
-    sizes = [*[part] * (count - 1), size - part * (count - 1)] if split is None else split.tolist()
-    return tuple(np.split(x, np.cumsum(sizes)[:-1], axis))
-
-
-@operator("Pad", since=2, until=10)
-def _pad_by_attributes(x: _Tensor, *, pads: list[int], mode: str, value: float, node: Node) -> _Tensor:
-    return pad(x, pads, list(range(x.dim())), mode, value, node)
-
-
-@operator("Pad", since=11, known_inputs=(1, 3), scalars=(2,))
+@operator("Pad", since=2, known_inputs=(1, 3), scalars=(2,))
 def _pad(x: _Tensor, pads: Any, value: Any, axes: Any, *, mode: str, node: Node) -> _Tensor:
     axis_list = list(range(x.dim())) if axes is None else integers(axes, "axes", node)
     return pad(x, integers(pads, "pads", node), axis_list, mode, 0 if value is None else value, node)

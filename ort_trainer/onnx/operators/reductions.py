@@ -78,36 +78,22 @@ _REDUCTIONS: dict[str, Callable[[_Tensor, _Axes, bool], _Tensor]] = {
 
 
 def _register_reduction(name: str, reduce: Callable[[_Tensor, _Axes, bool], _Tensor]) -> None:
-    def run(x: _Tensor, axes: list[int] | None, keepdims: int) -> _Tensor:
-        chosen = tuple(range(x.dim())) if not axes else tuple(axis % x.dim() for axis in axes)
-        if chosen:
-            return reduce(x, chosen, bool(keepdims))
-        return reduce(x.reshape(1), (0,), False)  # a single number
-
-    # The axes became an input in opset 13 for ReduceSum, and in opset 18 for the others.
-    by_input = 13 if name == "ReduceSum" else 18
-
-    @operator(name, until=by_input - 1)
-    def by_attribute(x: _Tensor, *, axes: list[int] | None = None, keepdims: int) -> _Tensor:
-        return run(x, axes, keepdims)
-
-    @operator(name, since=by_input, known_inputs=(1,))
-    def by_inputs(x: _Tensor, axes: Any, *, keepdims: int, noop_with_empty_axes: int, node: Node) -> _Tensor:
-        chosen = None if axes is None else integers(axes, "axes", node)
-        return reduce(x.unsqueeze(0), (0,), False) if noop_with_empty_axes and not chosen else run(x, chosen, keepdims)
+    @operator(name, known_inputs=(1,))
+    def run(x: _Tensor, axes: Any, *, keepdims: int, noop_with_empty_axes: int = 0, node: Node) -> _Tensor:
+        chosen = [] if axes is None else integers(axes, "axes", node)
+        if noop_with_empty_axes and not chosen:
+            return reduce(x.unsqueeze(0), (0,), False)
+        if not x.dim():  # a single number
+            return reduce(x.reshape(1), (0,), False)
+        return reduce(x, tuple(axis % x.dim() for axis in chosen or range(x.dim())), bool(keepdims))
 
 
 for _name, _reduce in _REDUCTIONS.items():
     _register_reduction(_name, _reduce)
 
 
-@known_operator("ReduceProd", until=17)
-def _product_known(x: Known, *, axes: list[int] | None = None, keepdims: int) -> Any:
-    return np.prod(x, None if axes is None else tuple(axes), keepdims=bool(keepdims), dtype=x.dtype)
-
-
-@known_operator("ReduceProd", since=18)
-def _product_known_by_input(x: Known, axes: Known | None, *, keepdims: int, noop_with_empty_axes: int) -> Any:
+@known_operator("ReduceProd")
+def _product_known(x: Known, axes: Known | None, *, keepdims: int, noop_with_empty_axes: int = 0) -> Any:
     if noop_with_empty_axes and (axes is None or not axes.size):
         return x
     chosen = None if axes is None or not axes.size else tuple(axes.tolist())

@@ -61,19 +61,10 @@ class _Kind:
     extrapolation: float
 
 
-@operator("Upsample", since=7, until=8)
-def _upsample_by_attribute(x: _Tensor, *, mode: str, scales: list[float], node: Node) -> _Tensor:
-    return _by_scales(x, scales, mode, node)
-
-
-@operator("Upsample", since=9, known_inputs=(1,))
+@operator("Upsample", since=7, known_inputs=(1,))
 @operator("Resize", since=10, until=10, known_inputs=(1,))
 def _resize_by_scales(x: _Tensor, scales: Any, *, mode: str, node: Node) -> _Tensor:
-    return _by_scales(x, numbers(scales, "scales", node), mode, node)
-
-
-def _by_scales(x: _Tensor, scales: Sequence[Number], mode: str, node: Node) -> _Tensor:
-    axes = [_scaled(axis, x.shape[axis], scale) for axis, scale in enumerate(scales)]
+    axes = [_scaled(axis, x.shape[axis], scale) for axis, scale in enumerate(numbers(scales, "scales", node))]
     mode = {"bilinear": "linear", "trilinear": "linear"}.get(mode, mode)
     return _resized(x, axes, _Kind(mode, "asymmetric", "floor", -0.75, False, False, 0.0), node)
 

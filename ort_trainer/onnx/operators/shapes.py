@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from ..node_table import Node, known_operator, operator
-from ..values import Known, as_tensor, integers, known_array, numbers
+from ..values import Known, as_tensor, integers, is_known, known_array, numbers
 
 _Tensor = torch.Tensor
 # Larger results are tensors: in a trace they take no memory, however large the size in a model.
@@ -57,59 +57,19 @@ def _new_shape(x: Any, shape: list[Any], allowzero: int) -> list[Any]:
     return [x.shape[i] if isinstance(size, int) and size == 0 else size for i, size in enumerate(shape)]
 
 
-@operator("Squeeze", until=11)
-def _squeeze_by_attribute(x: _Tensor, *, axes: list[int] | None = None) -> Any:
-    return _squeeze(x, axes)
+@operator("Squeeze", known_inputs=True)
+def _squeeze(x: Any, axes: Any, *, node: Node) -> Any:
+    ones = [axis for axis, size in enumerate(x.shape) if size == 1] if axes is None else integers(axes, "axes", node)
+    squeezed = np.squeeze if is_known(x) else torch.squeeze
+    return squeezed(x, tuple(ones)) if ones else x
 
 
-@operator("Squeeze", since=13, known_inputs=(1,))
-def _squeeze_by_input(x: _Tensor, axes: Any, *, node: Node) -> Any:
-    return _squeeze(x, None if axes is None else integers(axes, "axes", node))
-
-
-def _squeeze(x: Any, axes: list[int] | None) -> Any:
-    if axes is None:
-        axes = [axis for axis, size in enumerate(x.shape) if size == 1]
-    if isinstance(x, _Tensor):
-        return x.squeeze(tuple(axes)) if axes else x
-    return np.squeeze(x, tuple(axes)) if axes else x
-
-
-@known_operator("Squeeze", until=11)
-def _squeeze_known_by_attribute(x: Known, *, axes: list[int] | None = None) -> Any:
-    return _squeeze(x, axes)
-
-
-@known_operator("Squeeze", since=13)
-def _squeeze_known(x: Known, axes: Known | None) -> Any:
-    return _squeeze(x, None if axes is None else axes.tolist())
-
-
-@operator("Unsqueeze", until=11)
-def _unsqueeze_by_attribute(x: _Tensor, *, axes: list[int]) -> Any:
-    return _unsqueeze(x, axes)
-
-
-@operator("Unsqueeze", since=13, known_inputs=(1,))
-def _unsqueeze_by_input(x: _Tensor, axes: Any, *, node: Node) -> Any:
-    return _unsqueeze(x, integers(axes, "axes", node))
-
-
-def _unsqueeze(x: Any, axes: list[int]) -> Any:
-    rank = x.ndim + len(axes)
-    for axis in sorted(axis % rank for axis in axes):
-        x = x.unsqueeze(axis) if isinstance(x, _Tensor) else np.expand_dims(x, axis)
+@operator("Unsqueeze", known_inputs=True)
+def _unsqueeze(x: Any, axes: Any, *, node: Node) -> Any:
+    places = integers(axes, "axes", node)
+    for axis in sorted(axis % (x.ndim + len(places)) for axis in places):
+        x = np.expand_dims(x, axis) if is_known(x) else x.unsqueeze(axis)
     return x
-
-
-@known_operator("Unsqueeze", until=11)
-def _unsqueeze_known_by_attribute(x: Known, *, axes: list[int]) -> Any:
-    return _unsqueeze(x, axes)
-
-
-@known_operator("Unsqueeze", since=13)
-def _unsqueeze_known(x: Known, axes: Known) -> Any:
-    return _unsqueeze(x, axes.reshape(-1).tolist())
 
 
 @operator("Flatten", since=1)

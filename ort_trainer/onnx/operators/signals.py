@@ -39,19 +39,9 @@ for _name, _factors in _WINDOWS.items():
     operator(_name, since=17, known_inputs=True)(functools.partial(_window, _factors))
 
 
-@operator("DFT", since=17, until=19, known_inputs=(1,))
-def _transform_by_attribute(x: _Tensor, length: Any, *, axis: int, inverse: int, onesided: int, node: Node) -> _Tensor:
-    return _transform(x, length, axis, inverse, onesided, node)
-
-
-@operator("DFT", since=20, known_inputs=(1, 2))
-def _transform_by_input(x: _Tensor, length: Any, axis: Any, *, inverse: int, onesided: int, node: Node) -> _Tensor:
-    chosen = -2 if axis is None else integers(axis, "axis", node)[0]
-    return _transform(x, length, chosen, inverse, onesided, node)
-
-
-def _transform(x: _Tensor, length: Any, axis: int, inverse: int, onesided: int, node: Node) -> _Tensor:
-    axis = axis % x.dim()
+@operator("DFT", since=17, known_inputs=(1, 2))
+def _transform(x: _Tensor, length: Any, axis: Any, *, inverse: int, onesided: int, node: Node) -> _Tensor:
+    axis = (-2 if axis is None else integers(axis, "axis", node)[0]) % x.dim()
     if axis == x.dim() - 1:
         raise node.error("its axis is the last, which has the real and the imaginary part")
     size = x.shape[axis]
