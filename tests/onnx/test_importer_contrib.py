@@ -225,7 +225,7 @@ def test_computes_what_onnx_runtime_computes(name: str) -> None:
     ("name", "change", "message"),
     [
         ("attention", {"do_rotary": 1}, "operator Attention of com.microsoft 1: do_rotary"),
-        ("convolution", {"activation": "Elu"}, "activation 'Elu' is not supported"),
+        ("convolution", {"activation": "Selu"}, "activation 'Selu' is not supported"),
         ("few bits", {"bits": 3}, "bits is 3, but must be 2, 4 or 8"),
         ("simplified layer norm", {"stash_type": 10}, "stash_type is 10"),
         ("product", {"gamma": 1.0}, "attribute 'gamma'"),

@@ -6,7 +6,7 @@ writes in ONNX's own domain, is here too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import onnx_ir as ir
@@ -15,7 +15,9 @@ import torch.nn.functional as F
 
 from ..node_table import Node, operator
 from ..values import Rounded, floats
+from .activations import ACTIVATIONS
 from .convolution import convolved
+from .elementwise import unary
 from .linear_algebra import gemm
 from .normalization import check_stash_type, layer_normalized, rms_normalized
 from .quantization import dequantized, quantized, rounded, zero_point_type
@@ -88,14 +90,8 @@ def _embedding_normalization(
     return y, zeros if mask is None else mask.sum(1).to(torch.int32), total
 
 
-@operator("Gelu", domain=_DOMAIN)
-def _gelu(x: _Tensor) -> _Tensor:
-    return F.gelu(x)
-
-
-@operator("BiasGelu", domain=_DOMAIN)
-def _bias_gelu(x: _Tensor, bias: _Tensor) -> _Tensor:
-    return F.gelu(x + bias)
+operator("Gelu", domain=_DOMAIN)(unary(F.gelu))
+operator("BiasGelu", domain=_DOMAIN)(lambda x, bias: F.gelu(x + bias))
 
 
 @operator("FastGelu", domain=_DOMAIN)
@@ -172,24 +168,10 @@ def _fake_quantized(
     return (levels.clamp(quant_min, quant_max) - zero.detach()) * scale.detach(), inside
 
 
-# Each activation function, with the defaults of its parameters.
-_ACTIVATIONS: dict[str, tuple[Callable[..., _Tensor], tuple[float, ...]]] = {
-    "": (lambda x: x, ()),
-    "Clip": (lambda x, low, high: x.clamp(low, high), (float("-inf"), float("inf"))),
-    "HardSigmoid": (lambda x, alpha, beta: (alpha * x + beta).clamp(0, 1), (0.2, 0.5)),
-    "HardSwish": (F.hardswish, ()),
-    "LeakyRelu": (F.leaky_relu, (0.01,)),
-    "Relu": (torch.relu, ()),
-    "Sigmoid": (torch.sigmoid, ()),
-    "Softplus": (F.softplus, ()),
-    "Tanh": (torch.tanh, ()),
-}
-
-
 def _activated(x: _Tensor, name: str, parameters: Sequence[float], node: Node) -> _Tensor:
-    if name not in _ACTIVATIONS:
-        raise node.error(f"its activation {name!r} is not supported: there are {sorted(filter(None, _ACTIVATIONS))}")
-    function, defaults = _ACTIVATIONS[name]
+    if name not in ACTIVATIONS:
+        raise node.error(f"its activation {name!r} is not supported: there are {sorted(filter(None, ACTIVATIONS))}")
+    function, defaults = ACTIVATIONS[name]
     return function(x, *[*parameters, *defaults[len(parameters) :]][: len(defaults)])
 
 

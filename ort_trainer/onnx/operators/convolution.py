@@ -19,19 +19,16 @@ CONVOLUTIONS: Any = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 _TRANSPOSED: Any = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
 
 
-@operator("Conv")
+@operator("Conv", passing=windows_of)
 def convolved(
     x: _Tensor,
     weight: _Tensor,
     bias: _Tensor | None = None,
     *,
-    auto_pad: str = "NOTSET",
-    dilations: list[int] | None = None,
     group: int = 1,
     kernel_shape: list[int] | None = None,
-    pads: list[int] | None = None,
-    strides: list[int] | None = None,
     node: Node,
+    **attributes: Any,
 ) -> _Tensor:
     """Computes ONNX's Conv.
 
@@ -39,19 +36,16 @@ def convolved(
         x: The input, N x C x D1 x ...
         weight: The weight, M x C / group x k1 x ...
         bias: The bias, M, or None.
-        auto_pad: The kind of padding.
-        dilations: The distance of two elements of the kernel.
         group: The number of groups.
         kernel_shape: The shape of the kernel.
-        pads: The padding, before in each dimension and after in each.
-        strides: The distance of two windows.
         node: The node, for errors.
+        attributes: Those of :func:`windows_of`.
 
     Raises:
         ExportError: If PyTorch can't compute it, or the kernel's shape is not the weight's.
     """
     _check_kernel(weight, kernel_shape, node)
-    windows = windows_of(node, x, weight.shape[2:], strides, dilations, auto_pad, pads)
+    windows = windows_of(x, weight.shape[2:], node=node, **attributes)
     padding = windows.before
     if not windows.symmetric:
         x, padding = padded(x, windows.before, windows.after), [0] * len(padding)
@@ -81,7 +75,7 @@ def _transposed_convolution(
     node: Node,
 ) -> _Tensor:
     _check_kernel(weight, kernel_shape, node)
-    windows = windows_of(node, x, weight.shape[2:], strides, dilations, "VALID", None)
+    windows = windows_of(x, weight.shape[2:], auto_pad="VALID", dilations=dilations, strides=strides, node=node)
     rank = len(windows.sizes)
     extra_padding: list[Number] = list(output_padding or [0] * rank)
     # The output's size without padding.
@@ -144,7 +138,7 @@ def _deformable_convolution(
     if x.dim() != 4:
         raise node.error(f"its input has {x.dim() - 2} spatial dimensions, but only 2 are supported")
     _check_kernel(weight, kernel_shape, node)
-    windows = windows_of(node, x, weight.shape[2:], strides, dilations, "NOTSET", pads)
+    windows = windows_of(x, weight.shape[2:], dilations=dilations, pads=pads, strides=strides, node=node)
     (batch, channels), (height, width) = x.shape[:2], offset.shape[2:]
     rows, columns = windows.kernel
     patch = rows * columns

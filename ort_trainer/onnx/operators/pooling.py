@@ -17,20 +17,11 @@ _MAX_POOLS: Any = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
 _AVERAGE_POOLS: Any = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}
 
 
-@operator("MaxPool")
+@operator("MaxPool", passing=windows_of)
 def _max_pool(
-    x: _Tensor,
-    *,
-    auto_pad: str,
-    ceil_mode: int = 0,
-    dilations: list[int] | None = None,
-    kernel_shape: list[int],
-    pads: list[int] | None = None,
-    storage_order: int = 0,
-    strides: list[int] | None = None,
-    node: Node,
+    x: _Tensor, *, ceil_mode: int = 0, kernel_shape: list[int], storage_order: int = 0, node: Node, **attributes: Any
 ) -> _Tensor | tuple[_Tensor, _Tensor]:
-    windows = windows_of(node, x, kernel_shape, strides, dilations, auto_pad, pads)
+    windows = windows_of(x, kernel_shape, node=node, **attributes)
     dtype = x.dtype
     if not dtype.is_floating_point:
         x = x.float()  # represents the 8 bits exactly, and has kernels
@@ -59,20 +50,11 @@ def _max_pool(
     return values.to(dtype), flat + channels * step
 
 
-@operator("AveragePool", since=7)
+@operator("AveragePool", since=7, passing=windows_of)
 def _average_pool(
-    x: _Tensor,
-    *,
-    auto_pad: str,
-    ceil_mode: int = 0,
-    count_include_pad: int,
-    dilations: list[int] | None = None,
-    kernel_shape: list[int],
-    pads: list[int] | None = None,
-    strides: list[int] | None = None,
-    node: Node,
+    x: _Tensor, *, ceil_mode: int = 0, count_include_pad: int, kernel_shape: list[int], node: Node, **attributes: Any
 ) -> _Tensor:
-    windows = windows_of(node, x, kernel_shape, strides, dilations, auto_pad, pads)
+    windows = windows_of(x, kernel_shape, node=node, **attributes)
     ceil, before = bool(ceil_mode), windows.before
     undilated = windows.symmetric and windows.extents == windows.kernel
     if undilated and all(2 * p <= size for p, size in zip(before, windows.kernel, strict=True)):
@@ -106,20 +88,11 @@ def _counts(windows: Windows, ceil: bool, with_padding: bool, x: _Tensor) -> _Te
     return product
 
 
-@operator("LpPool", since=2)
+@operator("LpPool", since=2, passing=windows_of)
 def _norm_pool(
-    x: _Tensor,
-    *,
-    auto_pad: str,
-    ceil_mode: int = 0,
-    dilations: list[int] | None = None,
-    kernel_shape: list[int],
-    p: int,
-    pads: list[int] | None = None,
-    strides: list[int] | None = None,
-    node: Node,
+    x: _Tensor, *, ceil_mode: int = 0, kernel_shape: list[int], p: int, node: Node, **attributes: Any
 ) -> _Tensor:
-    windows = windows_of(node, x, kernel_shape, strides, dilations, auto_pad, pads)
+    windows = windows_of(x, kernel_shape, node=node, **attributes)
     sums = _sums(x.abs() if p == 1 else x.abs().pow(p), windows, bool(ceil_mode))
     if p == 1:
         return sums

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from ..node_table import Node, operator
+from .activations import ACTIVATIONS
 
 _Tensor = torch.Tensor
 _Function = Callable[[_Tensor], _Tensor]
@@ -24,7 +25,7 @@ _NATIVE: dict[str, Any] = {"tanh": torch.rnn_tanh, "relu": torch.rnn_relu, "GRU"
 
 
 @dataclass(frozen=True)
-class _Layer:
+class _Direction:
     """One direction of a layer.
 
     Attributes:
@@ -151,173 +152,95 @@ def _reordered(weight: _Tensor, kind: str) -> _Tensor:
     return torch.cat([gates[i] for i in order])
 
 
-@dataclass(kw_only=True)
-class _Attributes:
-    """The attributes that the three operators have in common."""
-
-    activation_alpha: list[float] | None = None
-    activation_beta: list[float] | None = None
-    activations: list[str] | None = None
-    clip: float | None = None
-    direction: str
-    hidden_size: int | None = None
-    layout: int = 0
-    node: Node
-
-
-@dataclass(kw_only=True)
-class _Settings(_Attributes):
-    """All attributes; the last two belong to GRU and to LSTM."""
-
-    linear_before_reset: bool = False
-    input_forget: bool = False
-
-    def run(
-        self,
-        x: _Tensor,
-        weight: _Tensor,
-        recurrent: _Tensor,
-        bias: _Tensor | None = None,
-        lengths: _Tensor | None = None,
-        h: _Tensor | None = None,
-        c: _Tensor | None = None,
-        peepholes: _Tensor | None = None,
-    ) -> tuple[_Tensor, ...]:
-        """Runs the layer in all directions, and returns the outputs of the operator."""
-        directions = {"forward": [False], "reverse": [True], "bidirectional": [False, True]}.get(self.direction)
-        if directions is None:
-            raise self.node.error(
-                f"direction is {self.direction!r}, but must be 'forward', 'reverse' or 'bidirectional'"
-            )
-        size = recurrent.shape[2]
-        if self.hidden_size not in (None, size):
-            raise self.node.error(f"hidden_size is {self.hidden_size}, but the weights have {size}")
-        if self.layout:
-            x = x.transpose(0, 1)
-            h, c = (None if state is None else state.transpose(0, 1) for state in (h, c))
-        lengths = None if lengths is None else lengths.long()
-        zeros = x.new_zeros([x.shape[1], size])
-        results = []
-        for i, (is_reverse, layer) in enumerate(
-            zip(directions, self._layers(weight, recurrent, bias, peepholes), strict=True)
-        ):
-            begin = zeros if h is None else h[i], zeros if c is None else c[i]
-            values = _reversed(x, lengths) if is_reverse else x
-            y, *last = layer.run(values, lengths, *begin)
-            results.append([_reversed(y, lengths) if is_reverse else y, *last])
-        states, *ends = zip(*results, strict=True)
-        if self.layout:
-            y = torch.stack(states, 2).transpose(0, 1)
-            return y, *(torch.stack(end, 1) for end in ends)
-        return torch.stack(states, 1), *(torch.stack(end) for end in ends)
-
-    def _layers(
-        self, weight: _Tensor, recurrent: _Tensor, bias: _Tensor | None, peepholes: _Tensor | None
-    ) -> Iterator[_Layer]:
-        kind, count = self.node.op_type, weight.shape[0]
-        defaults = _DEFAULTS[kind]
-        names = [name.lower() for name in self.activations or defaults * count]
-        if kind == "RNN" and len(names) == 2 and count == 1:
-            del names[1]  # ONNX's default is for two directions
-        if len(names) != len(defaults) * count:
-            raise self.node.error(f"activations are {self.activations}, but must be {len(defaults) * count} names")
-        functions = list(self._functions(names))
-        for i in range(count):
-            part = slice(i * len(defaults), (i + 1) * len(defaults))
-            activations = tuple(names[part])
-            is_plain = activations == defaults or (kind == "RNN" and activations == ("relu",))
-            is_plain = is_plain and self.clip is None and peepholes is None and not self.input_forget
-            yield _Layer(
-                kind,
-                weight[i],
-                recurrent[i],
-                None if bias is None else bias[i],
-                None if peepholes is None else peepholes[i],
-                activations,
-                functions[part],
-                self.linear_before_reset,
-                self.input_forget,
-                is_plain and (kind != "GRU" or self.linear_before_reset),
-                self.node,
-            )
-
-    def _functions(self, names: Sequence[str]) -> Iterator[_Function]:
-        """Yields the activation functions with their parameters, which ``alpha`` and ``beta`` list in order."""
-        alphas, betas = iter(self.activation_alpha or ()), iter(self.activation_beta or ())
-        for name in names:
-            if name not in _ACTIVATIONS:
-                raise self.node.error(f"the activation function {name!r} is unknown: there are {sorted(_ACTIVATIONS)}")
-            function, alpha, beta = _ACTIVATIONS[name]
-            parameters = [] if alpha is None else [next(alphas, alpha)]
-            parameters += [] if beta is None else [next(betas, beta)]
-            yield _clipped(function, parameters, self.clip)
-
-
-@operator("RNN", since=7, passing=_Attributes)
-def _rnn(
+@operator("RNN", "GRU", "LSTM", since=7)
+def _layer(
     x: _Tensor,
     weight: _Tensor,
     recurrent: _Tensor,
-    bias: _Tensor | None = None,
-    lengths: _Tensor | None = None,
-    h: _Tensor | None = None,
-    **attributes: Any,
-) -> tuple[_Tensor, ...]:
-    return _Settings(**attributes).run(x, weight, recurrent, bias, lengths, h)
-
-
-@operator("GRU", since=7, passing=_Attributes)
-def _gru(
-    x: _Tensor,
-    weight: _Tensor,
-    recurrent: _Tensor,
-    bias: _Tensor | None = None,
-    lengths: _Tensor | None = None,
-    h: _Tensor | None = None,
+    bias: _Tensor | None,
+    lengths: _Tensor | None,
+    h: _Tensor | None,
+    c: _Tensor | None,
+    peepholes: _Tensor | None,
     *,
-    linear_before_reset: int,
-    **attributes: Any,
+    activation_alpha: list[float] | None = None,
+    activation_beta: list[float] | None = None,
+    activations: list[str] | None = None,
+    clip: float | None = None,
+    direction: str,
+    hidden_size: int | None = None,
+    input_forget: int = 0,
+    layout: int = 0,
+    linear_before_reset: int = 0,
+    node: Node,
 ) -> tuple[_Tensor, ...]:
-    settings = _Settings(linear_before_reset=bool(linear_before_reset), **attributes)
-    return settings.run(x, weight, recurrent, bias, lengths, h)
+    """Runs the layer in all directions."""
+    directions = {"forward": [False], "reverse": [True], "bidirectional": [False, True]}.get(direction)
+    if directions is None:
+        raise node.error(f"direction is {direction!r}, but must be 'forward', 'reverse' or 'bidirectional'")
+    kind, size, count = node.op_type, recurrent.shape[2], weight.shape[0]
+    of_lstm = c is not None or peepholes is not None or input_forget
+    if (of_lstm and kind != "LSTM") or (linear_before_reset and kind != "GRU"):
+        raise node.error("only an LSTM has initial_c, P and input_forget, and only a GRU linear_before_reset")
+    if hidden_size not in (None, size):
+        raise node.error(f"hidden_size is {hidden_size}, but the weights have {size}")
+    defaults = _DEFAULTS[kind]
+    names = [name.lower() for name in activations or defaults * count]
+    if kind == "RNN" and len(names) == 2 and count == 1:
+        del names[1]  # ONNX's default is for two directions
+    if len(names) != len(defaults) * count:
+        raise node.error(f"activations are {activations}, but must be {len(defaults) * count} names")
+    functions = list(_functions(names, activation_alpha, activation_beta, clip, node))
+    is_plain = clip is None and peepholes is None and not input_forget and (kind != "GRU" or bool(linear_before_reset))
+    if layout:
+        x = x.transpose(0, 1)
+        h, c = (None if state is None else state.transpose(0, 1) for state in (h, c))
+    lengths = None if lengths is None else lengths.long()
+    zeros = x.new_zeros([x.shape[1], size])
+    results = []
+    for i, is_reverse in zip(range(count), directions, strict=True):
+        part = slice(i * len(defaults), (i + 1) * len(defaults))
+        one_direction = _Direction(
+            kind,
+            weight[i],
+            recurrent[i],
+            None if bias is None else bias[i],
+            None if peepholes is None else peepholes[i],
+            names[part],
+            functions[part],
+            bool(linear_before_reset),
+            bool(input_forget),
+            is_plain and tuple(names[part]) in (defaults, *([("relu",)] if kind == "RNN" else [])),
+            node,
+        )
+        values = _reversed(x, lengths) if is_reverse else x
+        y, *last = one_direction.run(values, lengths, zeros if h is None else h[i], zeros if c is None else c[i])
+        results.append([_reversed(y, lengths) if is_reverse else y, *last])
+    states, *ends = zip(*results, strict=True)
+    if layout:
+        y = torch.stack(states, 2).transpose(0, 1)
+        return y, *(torch.stack(end, 1) for end in ends)
+    return torch.stack(states, 1), *(torch.stack(end) for end in ends)
 
 
-@operator("LSTM", since=7, passing=_Attributes)
-def _lstm(
-    x: _Tensor,
-    weight: _Tensor,
-    recurrent: _Tensor,
-    bias: _Tensor | None = None,
-    lengths: _Tensor | None = None,
-    h: _Tensor | None = None,
-    c: _Tensor | None = None,
-    peepholes: _Tensor | None = None,
-    *,
-    input_forget: int,
-    **attributes: Any,
-) -> tuple[_Tensor, ...]:
-    settings = _Settings(input_forget=bool(input_forget), **attributes)
-    return settings.run(x, weight, recurrent, bias, lengths, h, c, peepholes)
+_ACTIVATIONS = {name.lower(): entry for name, entry in ACTIVATIONS.items() if name}
+
+
+def _functions(
+    names: Sequence[str], alphas: list[float] | None, betas: list[float] | None, clip: float | None, node: Node
+) -> Iterator[_Function]:
+    """Yields the activation functions with their parameters, which ``alphas`` and ``betas`` list in order."""
+    lists = iter(alphas or ()), iter(betas or ())
+    for name in names:
+        if name not in _ACTIVATIONS:
+            raise node.error(f"the activation function {name!r} is unknown: there are {sorted(_ACTIVATIONS)}")
+        function, defaults = _ACTIVATIONS[name]
+        parameters = [next(values, default) for values, default in zip(lists, defaults, strict=False)]
+        yield _clipped(function, parameters, clip)
 
 
 def _clipped(function: Callable[..., _Tensor], parameters: list[float], clip: float | None) -> _Function:
     return lambda x: function(x if clip is None else x.clamp(-clip, clip), *parameters)
-
-
-# Each activation function, with the defaults of alpha and beta, or None if it has no such parameter.
-_ACTIVATIONS: dict[str, tuple[Callable[..., _Tensor], float | None, float | None]] = {
-    "affine": (lambda x, alpha, beta: alpha * x + beta, 1.0, 0.0),
-    "elu": (F.elu, 1.0, None),
-    "hardsigmoid": (lambda x, alpha, beta: (alpha * x + beta).clamp(0, 1), 0.2, 0.5),
-    "leakyrelu": (F.leaky_relu, 0.01, None),
-    "relu": (torch.relu, None, None),
-    "scaledtanh": (lambda x, alpha, beta: alpha * torch.tanh(beta * x), 1.0, 1.0),
-    "sigmoid": (torch.sigmoid, None, None),
-    "softplus": (F.softplus, None, None),
-    "softsign": (F.softsign, None, None),
-    "tanh": (torch.tanh, None, None),
-    "thresholdedrelu": (lambda x, alpha: torch.where(x > alpha, x, torch.zeros_like(x)), 1.0, None),
-}
 
 
 def _reversed(x: _Tensor, lengths: _Tensor | None) -> _Tensor:

@@ -77,13 +77,14 @@ class Windows:
 
 
 def windows_of(
-    node: Node,
     x: torch.Tensor,
     kernel: Sequence[int],
-    strides: Sequence[int] | None,
-    dilations: Sequence[int] | None,
-    auto_pad: str,
-    pads: Sequence[int] | None,
+    *,
+    auto_pad: str = "NOTSET",
+    dilations: Sequence[int] | None = None,
+    pads: Sequence[int] | None = None,
+    strides: Sequence[int] | None = None,
+    node: Node,
 ) -> Windows:
     """Returns the windows on an input of batch, channels and 1 to 3 spatial dimensions.
 
