@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath, PureWindowsPath
 
 import onnx
+from google.protobuf.message import Message
 
 from ..core.errors import ExportError, shown
-from ..step.opset import all_nodes, bodies
 
 
 def check_external_data(model: onnx.ModelProto, folder: Path | None, what: str) -> None:
@@ -22,15 +22,14 @@ def check_external_data(model: onnx.ModelProto, folder: Path | None, what: str) 
     Raises:
         ExportError: If a tensor is in a file elsewhere, by an absolute path, ``..`` or a symbolic link.
     """
-    for tensor in _constants(model):
-        if _is_external(tensor):
+    tensors = [(tensor, in_attribute) for tensor, in_attribute in _tensors(model) if _is_external(tensor)]
+    for tensor, in_attribute in tensors:
+        if in_attribute:
             raise ExportError(
                 f"{what} keeps the data of {tensor.name!r}, a constant of a node, in an external file. Only "
                 "initializers may be external: save the model with convert_attribute=False"
             )
-    for tensor in _initializers(model):
-        if not _is_external(tensor):
-            continue
+    for tensor, _ in tensors:
         if folder is None:
             raise ExportError(
                 f"initializer {tensor.name!r} is in an external file, but only the model itself was given: pass the "
@@ -73,40 +72,15 @@ def _problem(location: str, folder: Path) -> str:
     return ""
 
 
-def _graphs(model: onnx.ModelProto) -> Iterator[onnx.GraphProto]:
-    """Yields the outermost graphs of a model."""
-    yield model.graph
-    for info in model.training_info:
-        yield info.initialization
-        yield info.algorithm
-
-
-def _all_graphs(model: onnx.ModelProto) -> Iterator[onnx.GraphProto]:
-    """Yields the graphs of a model, including those in attributes of nodes."""
-    yield from _graphs(model)
-    for node in _all_nodes(model):
-        yield from bodies(node)
-
-
-def _all_nodes(model: onnx.ModelProto) -> Iterator[onnx.NodeProto]:
-    """Yields all nodes of a model, including those of functions and of graphs in attributes."""
-    for nodes in (*(graph.node for graph in _graphs(model)), *(function.node for function in model.functions)):
-        yield from all_nodes(nodes)
-
-
-def _initializers(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
-    """Yields the initializers of all graphs; for a sparse one, its values and its indices."""
-    for graph in _all_graphs(model):
-        yield from graph.initializer
-        for sparse in graph.sparse_initializer:
-            yield from (sparse.values, sparse.indices)
-
-
-def _constants(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
-    """Yields the tensors in attributes of nodes, and in default attributes of functions."""
-    owners = [node.attribute for node in _all_nodes(model)]
-    for attributes in (*owners, *(function.attribute_proto for function in model.functions)):
-        for attribute in attributes:
-            yield from (attribute.t, *attribute.tensors)
-            for sparse in (attribute.sparse_tensor, *attribute.sparse_tensors):
-                yield from (sparse.values, sparse.indices)
+def _tensors(message: Message, in_attribute: bool = False) -> Iterator[tuple[onnx.TensorProto, bool]]:
+    """Yields all tensors of a message, each with whether an attribute has it; the others are initializers."""
+    for field, value in message.ListFields():
+        if field.message_type is None or field.message_type.name == "ValueInfoProto":
+            continue
+        for part in [value] if isinstance(value, Message) else value:
+            if isinstance(part, onnx.TensorProto):
+                yield part, in_attribute
+            elif isinstance(part, onnx.AttributeProto):
+                yield from _tensors(part, True)
+            else:
+                yield from _tensors(part, in_attribute and not isinstance(part, onnx.GraphProto))

@@ -85,7 +85,7 @@ class OnnxModule(nn.Module):
             self._store(plan.inputs[name], name, unshared(tensor))
         flat_tensors: dict[Any, torch.Tensor] = {}
         for number, constant in plan.constants.items():
-            value = tensor_of(constant.value, flat_tensors)
+            value = tensor_of(constant, flat_tensors)
             self._constants[number] = value
             if value.numel() <= _MOST_KNOWN and value.dtype not in NOT_IN_NUMPY:
                 self._known_constants[number] = value.numpy()

@@ -63,19 +63,6 @@ class Graph:
     outside: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class Constant:
-    """A constant of the model.
-
-    Attributes:
-        name: Its name.
-        value: Its value.
-    """
-
-    name: str
-    value: ir.TensorProtocol
-
-
 @dataclass
 class ImportPlan:
     """The plan of a model.
@@ -90,7 +77,7 @@ class ImportPlan:
 
     graph: Graph
     inputs: Mapping[str, int]
-    constants: Mapping[int, Constant]
+    constants: Mapping[int, ir.TensorProtocol]
     dtypes: Mapping[int, torch.dtype]
     refused: Mapping[str, ExportError]
 
@@ -155,7 +142,7 @@ class _Planner:
     """Plans graphs: numbers their values, and collects constants, dtypes and values that can't be computed."""
 
     functions: Mapping[Any, ir.Function]
-    constants: dict[int, Constant] = field(default_factory=dict)
+    constants: dict[int, ir.TensorProtocol] = field(default_factory=dict)
     dtypes: dict[int, torch.dtype] = field(default_factory=dict)
     missing: dict[int, ExportError] = field(default_factory=dict)  # values that can't be computed, with the reason
     numbers: dict[ir.Value, int] = field(default_factory=dict)
@@ -303,7 +290,7 @@ class _Planner:
         if tensor.dtype == ir.DataType.STRING:
             raise ExportError(f"constant {shown(value.name)} is of strings, which PyTorch has no tensors of")
         number = self.number(value)
-        self.constants[number] = Constant(str(value.name), tensor)
+        self.constants[number] = tensor
         self.dtypes[number] = torch_dtype(tensor.dtype)
 
 

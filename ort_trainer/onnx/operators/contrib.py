@@ -9,18 +9,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import onnx_ir as ir
 import torch
 import torch.nn.functional as F
 
 from ..node_table import Node, operator
-from ..values import Rounded, floats
 from .activations import ACTIVATIONS
 from .convolution import convolved
 from .elementwise import unary
 from .linear_algebra import gemm
 from .normalization import check_stash_type, layer_normalized, rms_normalized
-from .quantization import dequantized, quantized, rounded, zero_point_type
+from .quantization import rounded
 
 _Tensor = torch.Tensor
 _DOMAIN = "com.microsoft"
@@ -213,18 +211,3 @@ def _unpacked(packed: _Tensor, bits: int) -> _Tensor:
     """Returns the numbers in bytes, the lowest bits first, along the last dimension."""
     parts = [(packed >> shift) & (2**bits - 1) for shift in range(0, 8, bits)]
     return torch.stack(parts, -1).flatten(-2)
-
-
-@operator("DequantizeLinear", domain=_DOMAIN, takes_rounded=True)
-def _dequantize(
-    x: _Tensor | Rounded, scale: _Tensor, zero: _Tensor | None, *, axis: int = 1, block_size: int = 0, node: Node
-) -> _Tensor:
-    return dequantized(floats(x), scale, zero, axis, block_size, node)
-
-
-@operator("QuantizeLinear", domain=_DOMAIN)
-def _quantize(
-    x: _Tensor, scale: _Tensor, zero: _Tensor | None, *, axis: int = 1, block_size: int = 0, node: Node
-) -> Rounded:
-    output_type = ir.DataType.UINT8 if zero is None else zero_point_type(node, 2, zero)
-    return quantized(x, scale, zero, axis, block_size, output_type, node)

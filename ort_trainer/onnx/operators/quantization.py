@@ -37,6 +37,7 @@ _LIMITS = {
 
 
 @operator("DequantizeLinear", since=10, takes_rounded=True)
+@operator("DequantizeLinear", domain="com.microsoft", takes_rounded=True)
 def _dequantize(
     x: _Tensor | Rounded,
     scale: _Tensor,
@@ -98,6 +99,7 @@ def _spread(of_parts: _Tensor, x: _Tensor, axis: int, block_size: int, node: Nod
 
 
 @operator("QuantizeLinear", since=10)
+@operator("QuantizeLinear", domain="com.microsoft")
 def _quantize(
     x: _Tensor,
     scale: _Tensor,
