@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeGuard
+from typing import Any, TypeGuard
 
 import numpy as np
 import onnx_ir as ir
 import torch
 
 from ..core.errors import ExportError
+from .node_table import Node
 
 Known = np.ndarray[Any, np.dtype[Any]]
 """An array of numbers that are known while the model is traced, some of them symbolic."""
@@ -69,14 +70,6 @@ NOT_IN_NUMPY: dict[torch.dtype, Any] = {
 # The alignment of PyTorch's allocator on the CPU, in bytes. Memory that lacks it is copied.
 _ALIGNMENT = 64
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
-
-
-class Refusing(Protocol):
-    """Whatever makes errors that name a node, such as :class:`~.node_table.Node`."""
-
-    def error(self, reason: str) -> ExportError:
-        """Returns an error that names the node."""
-        ...
 
 
 def torch_dtype(dtype: ir.DataType | int) -> torch.dtype:
@@ -189,7 +182,7 @@ def as_tensor(value: Value, dtype: torch.dtype | None = None) -> torch.Tensor:
     return scalars[0] if value.ndim == 0 else torch.stack(scalars).reshape(value.shape)
 
 
-def integers(value: Value, what: str, node: Refusing) -> list[Any]:
+def integers(value: Value, what: str, node: Node) -> list[Any]:
     """Returns integers that an operator needs as numbers, such as the sizes for Reshape, as a list.
 
     Args:
@@ -203,12 +196,12 @@ def integers(value: Value, what: str, node: Refusing) -> list[Any]:
     return [_integer(entry) for entry in _entries(value, what, node)]
 
 
-def numbers(value: Value, what: str, node: Refusing) -> list[Any]:
+def numbers(value: Value, what: str, node: Node) -> list[Any]:
     """Returns numbers like :func:`integers`, but of any type."""
     return [entry.item() if isinstance(entry, np.generic) else entry for entry in _entries(value, what, node)]
 
 
-def _entries(value: Value, what: str, node: Refusing) -> Iterable[Any]:
+def _entries(value: Value, what: str, node: Node) -> Iterable[Any]:
     """Returns the elements of a known array, or of a tensor outside a trace, as numbers."""
     if is_known(value):
         return list(value.reshape(-1))

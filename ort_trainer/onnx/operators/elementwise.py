@@ -43,14 +43,14 @@ def unary(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return lambda x: function(x)
 
 
-def _binary(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+def binary(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     """Like :func:`unary`, for two operands."""
     return lambda a, b: function(a, b)
 
 
 for _name, _function in {"Add": python.add, "Sub": python.sub, "Mul": python.mul}.items():
-    operator(_name, since=7, scalars=True)(_widened(_binary(_function)))
-    known_operator(_name, since=7)(_binary(_function))
+    operator(_name, since=7, scalars=True)(_widened(binary(_function)))
+    known_operator(_name, since=7)(binary(_function))
 
 
 @operator("Div", since=7, scalars=True)
@@ -143,7 +143,7 @@ def _decided(compare: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
 
 
 for _name, _function in _COMPARISONS.items():
-    operator(_name, since=7, scalars=True)(_widened(_binary(_function)))
+    operator(_name, since=7, scalars=True)(_widened(binary(_function)))
     known_operator(_name, since=7)(_decided(_function))
 
 
@@ -152,12 +152,12 @@ for _name, _function, _of_arrays in (
     ("Or", torch.logical_or, np.logical_or),
     ("Xor", torch.logical_xor, np.logical_xor),
 ):
-    operator(_name, since=7)(_binary(_function))
-    known_operator(_name, since=7)(_binary(_of_arrays))
+    operator(_name, since=7)(binary(_function))
+    known_operator(_name, since=7)(binary(_of_arrays))
 operator("Not")(unary(torch.logical_not))
 known_operator("Not")(unary(np.logical_not))
 for _name, _function in {"BitwiseAnd": python.and_, "BitwiseOr": python.or_, "BitwiseXor": python.xor}.items():
-    operator(_name, since=18)(_widened(_binary(_function)))
+    operator(_name, since=18)(_widened(binary(_function)))
 operator("BitwiseNot", since=18)(_widened(unary(python.invert)))
 
 

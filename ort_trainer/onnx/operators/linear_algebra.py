@@ -9,13 +9,13 @@ import torch.nn.functional as F
 
 from ..joins import DOMAIN
 from ..node_table import operator
+from .elementwise import binary, unary
 
 _Tensor = torch.Tensor
 
 
-@operator("MatMul")
-def _matmul(a: _Tensor, b: _Tensor) -> _Tensor:
-    return torch.matmul(a, b)
+operator("MatMul")(binary(torch.matmul))
+operator("Det", since=11)(unary(torch.linalg.det))
 
 
 @operator("Linear", domain=DOMAIN)
@@ -56,9 +56,3 @@ def _scaled(x: _Tensor, factor: float) -> _Tensor:
 def _einsum(*values: _Tensor, equation: str) -> _Tensor:
     product: _Tensor = torch.einsum(equation, *values)
     return product
-
-
-@operator("Det", since=11)
-def _determinant(x: _Tensor) -> _Tensor:
-    determinant: _Tensor = torch.linalg.det(x)
-    return determinant

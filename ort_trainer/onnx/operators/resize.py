@@ -48,17 +48,17 @@ class _Axis:
         return isinstance(self.scale, float) and self.scale == 1 and (self.begin, self.end) == (0, 1)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _Kind:
-    """The attributes of Resize."""
+    """The attributes of Resize that say how it interpolates; the defaults are those of Upsample."""
 
     mode: str
-    coordinates: str
-    nearest: str
-    cubic: float
-    exclude_outside: bool
-    antialias: bool
-    extrapolation: float
+    coordinate_transformation_mode: str = "asymmetric"
+    nearest_mode: str = "floor"
+    cubic_coeff_a: float = -0.75
+    exclude_outside: int = 0
+    antialias: int = 0
+    extrapolation_value: float = 0.0
 
 
 @operator("Upsample", since=7, known_inputs=(1,))
@@ -66,29 +66,24 @@ class _Kind:
 def _resize_by_scales(x: _Tensor, scales: Any, *, mode: str, node: Node) -> _Tensor:
     axes = [_scaled(axis, x.shape[axis], scale) for axis, scale in enumerate(numbers(scales, "scales", node))]
     mode = {"bilinear": "linear", "trilinear": "linear"}.get(mode, mode)
-    return _resized(x, axes, _Kind(mode, "asymmetric", "floor", -0.75, False, False, 0.0), node)
+    return _resized(x, axes, _Kind(mode=mode), node)
 
 
-@operator("Resize", since=11, known_inputs=(1, 2, 3))
+@operator("Resize", since=11, known_inputs=(1, 2, 3), passing=_Kind)
 def _resize(
     x: _Tensor,
     region: Any,
     scales: Any,
     sizes: Any,
     *,
-    antialias: int = 0,
     axes: list[int] | None = None,
-    coordinate_transformation_mode: str,
-    cubic_coeff_a: float,
-    exclude_outside: int,
-    extrapolation_value: float,
     keep_aspect_ratio_policy: str = "stretch",
-    mode: str,
-    nearest_mode: str,
     node: Node,
+    **attributes: Any,
 ) -> _Tensor:
+    kind = _Kind(**attributes)
     chosen = list(range(x.dim())) if axes is None else [axis % x.dim() for axis in axes]
-    crops = coordinate_transformation_mode == "tf_crop_and_resize"
+    crops = kind.coordinate_transformation_mode == "tf_crop_and_resize"
     begin_end = numbers(region, "roi", node) if crops else [0.0] * len(chosen) + [1.0] * len(chosen)
     factors = [] if scales is None else [float(scale) for scale in numbers(scales, "scales", node)]
     if factors and crops:
@@ -100,17 +95,8 @@ def _resize(
         resized = _sized(x, chosen, integers(sizes, "sizes", node), keep_aspect_ratio_policy, node)
     regions = zip(resized, begin_end[: len(chosen)], begin_end[len(chosen) :], strict=True)
     resized = [_Axis(a.axis, a.size, a.output_size, a.scale, begin, end) for a, begin, end in regions]
-    if antialias and mode == "nearest":
+    if kind.antialias and kind.mode == "nearest":
         raise node.error("antialias is for the modes linear and cubic, but the mode is 'nearest'")
-    kind = _Kind(
-        mode,
-        coordinate_transformation_mode,
-        nearest_mode,
-        cubic_coeff_a,
-        bool(exclude_outside),
-        bool(antialias),
-        extrapolation_value,
-    )
     return _resized(x, resized, kind, node)
 
 
@@ -163,14 +149,14 @@ def _resized(x: _Tensor, axes: Sequence[_Axis], kind: _Kind, node: Node) -> _Ten
 
 def _by_pytorch(x: _Tensor, axes: Sequence[_Axis], kind: _Kind) -> _Tensor | None:
     """Interpolates all dimensions after the second; None if PyTorch's interpolation differs from ONNX's."""
-    rank = x.dim() - 2
+    rank, coordinates = x.dim() - 2, kind.coordinate_transformation_mode
     spatial = {axis.axis: axis for axis in axes}
     if not 1 <= rank <= 3 or min(spatial) < 2 or kind.antialias or not x.dtype.is_floating_point:
         return None
     by_size = all(axis.output_size is not None and not _is_fractional(axis) for axis in axes)
-    align = kind.coordinates == "align_corners"
-    half = kind.coordinates in ("half_pixel", "half_pixel_symmetric") or (
-        kind.coordinates == "pytorch_half_pixel"
+    align = coordinates == "align_corners"
+    half = coordinates in ("half_pixel", "half_pixel_symmetric") or (
+        coordinates == "pytorch_half_pixel"
         and all(isinstance(axis.output_size, int) and axis.output_size > 1 for axis in axes)
     )
     if not by_size or not all(isinstance(axis.output_size, int) or not align for axis in axes):
@@ -178,11 +164,12 @@ def _by_pytorch(x: _Tensor, axes: Sequence[_Axis], kind: _Kind) -> _Tensor | Non
     if align and any(axis.output_size == 1 for axis in axes):
         return None
     size = [spatial[i].output_size if i in spatial else x.shape[i] for i in range(2, x.dim())]
-    if kind.mode == "nearest" and kind.coordinates == "asymmetric" and kind.nearest == "floor":
+    if kind.mode == "nearest" and coordinates == "asymmetric" and kind.nearest_mode == "floor":
         return F.interpolate(x, size)
-    if kind.mode == "linear" and (half or align) and not kind.exclude_outside:
+    fits = (half or align) and not kind.exclude_outside
+    if kind.mode == "linear" and fits:
         return F.interpolate(x, size, mode=_NATIVE[rank], align_corners=align)
-    if kind.mode == "cubic" and rank == 2 and (half or align) and kind.cubic == -0.75 and not kind.exclude_outside:
+    if kind.mode == "cubic" and rank == 2 and fits and kind.cubic_coeff_a == -0.75:
         return F.interpolate(x, size, mode="bicubic", align_corners=align)
     return None
 
@@ -211,9 +198,9 @@ def _along(x: _Tensor, axis: _Axis, kind: _Kind, node: Node) -> _Tensor:
     for i in range(coefficients.shape[1]):
         neighbours = x.index_select(axis.axis, index[:, i].clamp(0, axis.size - 1))
         total = total + neighbours * coefficients[:, i].to(x.dtype).reshape(shape)
-    if kind.coordinates == "tf_crop_and_resize":
+    if kind.coordinate_transformation_mode == "tf_crop_and_resize":
         outside = ((place < 0) | (place > axis.size - 1)).reshape(shape)
-        total = torch.where(outside, torch.full_like(total, kind.extrapolation), total)
+        total = torch.where(outside, torch.full_like(total, kind.extrapolation_value), total)
     result: _Tensor = total
     return result
 
@@ -221,24 +208,25 @@ def _along(x: _Tensor, axis: _Axis, kind: _Kind, node: Node) -> _Tensor:
 def _places(axis: _Axis, kind: _Kind, node: Node) -> Any:
     """Returns the position of each element of the output in the input, by ONNX's formula of each coordinate mode."""
     y = torch.arange(axis.output_size, dtype=torch.float64)
+    coordinates = kind.coordinate_transformation_mode
     # The output's size before it was rounded.
     exact = axis.size * axis.scale
     last = axis.size - 1
-    if kind.coordinates == "align_corners":
+    if coordinates == "align_corners":
         return y * 0 if exact == 1 else y * (last / (exact - 1))
-    if kind.coordinates == "asymmetric":
+    if coordinates == "asymmetric":
         return y / axis.scale
-    if kind.coordinates == "tf_crop_and_resize":
+    if coordinates == "tf_crop_and_resize":
         if axis.output_size == 1:
             return y * 0 + 0.5 * (axis.begin + axis.end) * last
         return y * ((axis.end - axis.begin) * last / (axis.output_size - 1)) + axis.begin * last
-    if kind.coordinates == "pytorch_half_pixel" and exact == 1:
+    if coordinates == "pytorch_half_pixel" and exact == 1:
         return y * 0 - 0.5
-    if kind.coordinates in ("half_pixel", "pytorch_half_pixel"):
+    if coordinates in ("half_pixel", "pytorch_half_pixel"):
         return (y + 0.5) / axis.scale - 0.5
-    if kind.coordinates == "half_pixel_symmetric":
+    if coordinates == "half_pixel_symmetric":
         return axis.size / 2 * (1 - axis.output_size / exact) + (y + 0.5) / axis.scale - 0.5
-    raise node.error(f"coordinate_transformation_mode is {kind.coordinates!r}, which ONNX does not define")
+    raise node.error(f"coordinate_transformation_mode is {coordinates!r}, which ONNX does not define")
 
 
 def _coefficients(place: _Tensor, axis: _Axis, kind: _Kind, node: Node) -> tuple[_Tensor, _Tensor]:
@@ -254,9 +242,9 @@ def _coefficients(place: _Tensor, axis: _Axis, kind: _Kind, node: Node) -> tuple
             "ceil": place.ceil(),
             "round_prefer_floor": (place - 0.5).ceil(),
             "round_prefer_ceil": (place + 0.5).floor(),
-        }.get(kind.nearest)
+        }.get(kind.nearest_mode)
         if rounding is None:
-            raise node.error(f"nearest_mode is {kind.nearest!r}, which ONNX does not define")
+            raise node.error(f"nearest_mode is {kind.nearest_mode!r}, which ONNX does not define")
         return rounding.long(), torch.ones_like(place).unsqueeze(1)
     if kind.mode not in ("linear", "cubic"):
         raise node.error(f"mode is {kind.mode!r}, but must be 'nearest', 'linear' or 'cubic'")
@@ -273,7 +261,7 @@ def _coefficients(place: _Tensor, axis: _Axis, kind: _Kind, node: Node) -> tuple
     if kind.mode == "linear":
         coefficients = (1 - size).clamp(min=0)
     else:
-        a = kind.cubic
+        a = kind.cubic_coeff_a
         near = ((a + 2) * size - (a + 3)) * size.square() + 1
         far = ((a * size - 5 * a) * size + 8 * a) * size - 4 * a
         coefficients = torch.where(size <= 1, near, torch.where(size < 2, far, torch.zeros_like(size)))
