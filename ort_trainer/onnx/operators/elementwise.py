@@ -39,7 +39,7 @@ def _filled(value: Any, other: Any) -> _Tensor:
 
 
 def unary(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Wraps a function of torch, which has no signature for the registry to inspect."""
+    """Wraps a function of torch, which has no signature for the table to inspect."""
     return lambda x: function(x)
 
 
