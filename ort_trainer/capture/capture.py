@@ -337,7 +337,7 @@ def _marked_checkpoints(recorder: Recorder) -> Iterator[None]:
     numbers = itertools.count()
 
     def marked(*args: Any, **kwargs: Any) -> Iterator[None]:
-        with fx_traceback.annotate({CHECKPOINT: next(numbers)}), recorder.repeated():
+        with fx_traceback.annotate({CHECKPOINT: next(numbers)}), recorder.effects.repeated():
             yield from enclosed(*args, **kwargs)
 
     with (

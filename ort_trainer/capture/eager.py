@@ -256,7 +256,7 @@ def exchanges_modules(step: ExportedStep, batch: Mapping[str, torch.Tensor], tra
         module.recorder.running(),
     ):
         module.run(*sample)
-        exchange, are_same = module.recorder.exchange(), _tensors(step.model) == before
+        exchange, are_same = module.recorder.effects.exchange(), _tensors(step.model) == before
     if not are_same or any(not torch.equal(initial, drawn) for drawn in first):
         return False
     exchange()

@@ -17,7 +17,7 @@ import torch
 
 from ..core.errors import ExportError, IdleOptionError
 from ..core.forked import end, forked
-from ..outside.recorder import PartsExchanged
+from ..outside.effects import PartsExchanged
 from .branches import ValuesAsked
 
 _ERRORS: dict[str, type[Exception]] = {

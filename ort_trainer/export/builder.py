@@ -30,8 +30,8 @@ from ..core.streams import redraws
 from ..engine.ort import preload
 from ..engine.programs.loops import LOOPS
 from ..kernels.kinds import PROGRAMS, kinds
+from ..outside.effects import PartsExchanged
 from ..outside.notes import Notes
-from ..outside.recorder import PartsExchanged
 from ..step import RandomInput, Step
 from ..step.cache import Export, export_cache
 from .compile_later import Compilation, objection

@@ -265,14 +265,14 @@ class _Exporter:
         first = self._module.recorder
         apart = first.apart()
         if apart:  # in the next run, they are several tensors
-            second = Recorder(self._module, first.numbers, first.tables, apart=apart)
+            second = Recorder(self._module, first.numbers, first.tables, apart)
             captured = self._captured_again(attempt, captured, second) or captured
             first = self._module.recorder
         settings = first.settings()
         if settings:
-            second = Recorder(self._module, first.numbers, first.tables, settings, first.kept_apart)
+            second = Recorder(self._module, first.numbers, first.tables, {**settings, **first.others})
             if self._captured_again(attempt, captured, second) is not None:
-                first.settle(second)
+                first.settle(second, settings)
             self._module.recorder = first
         return captured
 
@@ -302,7 +302,7 @@ class _Exporter:
             captured = attempt()
             if module.leaves:
                 recorder.tables |= dict.fromkeys(self._new_tables(captured, sample))
-            counters = recorder.counters() if self._step.carries else set()
+            counters = recorder.effects.counters - recorder.uses.fixed if self._step.carries else set()
             if not counters and not module.assigned.are_new:
                 return captured
             recorder.numbers |= counters

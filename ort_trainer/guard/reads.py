@@ -6,6 +6,7 @@ Places where other objects with equal values are found again and again are left 
 
 from __future__ import annotations
 
+import contextvars
 import functools
 import itertools
 import logging
@@ -24,7 +25,7 @@ from ..outside.containers import CHANGEABLE, copied, has_same_parts
 from ..outside.notes import Notes
 from ..outside.numbers import Expression, evaluate
 from ..outside.places import GONE, MISSING, Access, Place, attributes_of, described, read, reader
-from ..outside.values import LARGE, MEMORIES, frozen, is_leaf, parts_of
+from ..outside.values import ARRAYS, LARGE, frozen, is_leaf, parts_of
 from .condition import Condition
 
 _log = logging.getLogger(__name__)
@@ -318,7 +319,7 @@ def _add_place(condition: Condition, owner: Any, value: Any, step: Access) -> No
         where = f"{name(owner.__closure__[key])}.cell_contents"
     elif kind in ("item", "key") and value is not MISSING:
         where = f"{name(owner)}[{key!r}]"
-    elif kind == "get" and getattr(owner, str(key), MISSING) is value:
+    elif kind in ("get", "slot") and getattr(owner, str(key), MISSING) is value:
         where = f"{name(owner)}.{key}" if value is not MISSING else f"getattr({name(owner)}, {key!r}, MISSING)"
     elif kind == "get":  # made anew at each access
         condition.add(f"frozen(getattr({name(owner)}, {key!r}, MISSING)) == {name(frozen(value))}")
@@ -343,7 +344,7 @@ def _add_contents(condition: Condition, value: Any) -> None:
         condition.add(f"has_same_parts({condition.name(value)}, {condition.name(copied(value))})")
     elif isinstance(value, numpy.ndarray) and value.nbytes > LARGE:
         condition.add(f"{condition.name(_Seldom(value))}()")
-    elif isinstance(value, (*MEMORIES, functools._lru_cache_wrapper)):
+    elif isinstance(value, (*ARRAYS, contextvars.ContextVar, functools._lru_cache_wrapper)):
         is_same = f"frozen({condition.name(value)}) == {condition.name(frozen(value))}"
         if isinstance(value, functools._lru_cache_wrapper) and not any(parts_of(value)):  # so it has just to stay so
             counts = tuple(value.cache_info()[1:])

@@ -235,7 +235,7 @@ class _EagerCall:
             state = self._state_of_now()
             put_buffers_back(held)
             if self._outside is None:
-                self._outside = recorder.replaced()
+                self._outside = recorder.effects.replaced()
             # What is left outside is compared as well; the graph returns it after the results.
             outputs = _numbered([*self._graphs.tensors_in(result), *recorder.leave(strict=False)])
             sums = [_sum(value) for value in outputs.values()]

@@ -5,10 +5,8 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import copy
-import functools
 import sys
-import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy
@@ -16,10 +14,10 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from .containers import CHANGEABLE, copied, has_same_parts, refill
+from .containers import CHANGEABLE, has_same_parts, refill
 from .generators import has_drawn, name_of, put_back, state_of
-from .places import MISSING, Access, Place, described, referent, slots_of
-from .values import are_equal_constants, frozen
+from .places import MISSING, Access, Place, described, put, read, referent
+from .values import ARRAYS, are_equal_constants, frozen
 
 OF_EVERY_MODULE = frozenset(nn.Module().__dict__) | frozenset(
     {"_call_impl", "_wrapped_call_impl", "_compiled_call_impl", "_flat_weights", "_flat_weight_refs"}
@@ -28,6 +26,7 @@ OF_EVERY_MODULE = frozenset(nn.Module().__dict__) | frozenset(
 references to their weights.)"""
 # In bytes. A larger array or tensor is data rather than a setting, and takes long to copy.
 _LARGEST = 1 << 24
+_CONTENTS = Access("contents", "")
 _PARTS = ("_modules", "_parameters", "_buffers")
 HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 BACKWARD_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
@@ -43,46 +42,58 @@ class Change(NamedTuple):
         place: Where.
         now: The new value.
         before: The old value.
-        restore: Puts a value there.
+        owner: What has the value.
+        step: The step from the owner to the value.
     """
 
     place: Place
     now: Any
     before: Any
-    restore: Callable[[Any], object]
+    owner: Any
+    step: Access
 
 
 class Copies:
     """Copies of what a run may change."""
 
     def __init__(self) -> None:
-        self._attributes: dict[int, tuple[Place, dict[str, Any], dict[str, Any]]] = {}
-        self._classes: dict[int, tuple[Place, type, dict[str, Any]]] = {}
-        self._contents: dict[int, tuple[Place, Any, Any]] = {}
-        self._memories: dict[int, tuple[Place, Any, Any]] = {}
-        self._variables: dict[tuple[int, str], tuple[Place, Any, Any]] = {}
+        # What each owner had one step from it. Of containers, that is their contents.
+        self._values: dict[tuple[int, str, str | int], Change] = {}
+        # The attributes of each object and class, of which there may be others later.
+        self._namespaces: dict[int, tuple[Place, Any, Mapping[str, Any], dict[str, Any]]] = {}
         self._parts: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._hooks: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._memories: dict[int, tuple[Place, Any, Any]] = {}
         self._tensors: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._generators: list[tuple[Place, Any, Any]] = []
 
+    def add(self, owner: Any, step: Access, place: Place) -> Any:
+        """Remembers a value, which may not exist yet, and returns what it was before the run.
+
+        Args:
+            owner: What has it: a dict of variables by ``key``; an object with slots, a function or a cell by ``slot``;
+                or a container by ``contents``.
+            step: The step from the owner to the value.
+            place: The place of the value.
+        """
+        key = id(owner), *step
+        if key not in self._values:
+            value = read(owner, (step,))
+            self._values[key] = Change(place, value, value, owner, step)
+        return self._values[key].before
+
     def add_attributes(self, values: dict[str, Any], place: Place) -> None:
         """Copies an object's ``__dict__``."""
-        self._attributes.setdefault(id(values), (place, values, dict(values)))
+        self._namespaces.setdefault(id(values), (place, values, values, dict(values)))
 
     def add_class(self, kind: type, place: Place) -> None:
         """Copies the attributes of a class."""
-        self._classes.setdefault(id(kind), (place, kind, dict(vars(kind))))
+        self._namespaces.setdefault(id(kind), (place, kind, vars(kind), dict(vars(kind))))
 
-    def add_slots(self, owner: Any, place: Place) -> None:
-        """Copies what an object has in slots."""
-        for name in slots_of(type(owner)):
-            self.add_variable(owner, name, (*place, Access("get", name)))
-
-    def add_function(self, function: types.FunctionType, place: Place) -> None:
-        """Copies what a function has besides its ``__dict__``."""
-        for name in ("__code__", "__defaults__", "__kwdefaults__"):
-            self.add_variable(function, name, (*place, Access("get", name)))
+    def add_slots(self, owner: Any, place: Place, names: Iterable[str]) -> None:
+        """Copies what an object has in slots, or a function besides its ``__dict__``."""
+        for name in names:
+            self.add(owner, Access("slot", name), (*place, Access("slot", name)))
 
     def add_parts(self, values: dict[str, Any]) -> None:
         """Copies the dicts of submodules, parameters, buffers and hooks in a module's ``__dict__``."""
@@ -92,13 +103,13 @@ class Copies:
     def add_contents(self, value: Any, place: Place) -> None:
         """Copies a container, if it can be changed. Modules that a run imports are no state."""
         if isinstance(value, CHANGEABLE) and value is not sys.modules:
-            self._contents.setdefault(id(value), (place, value, copied(value)))
+            self.add(value, _CONTENTS, (*place, _CONTENTS))
 
     def add_memory(self, value: Any, place: Place) -> None:
-        """Copies the contents of one of :data:`~.values.MEMORIES`, except for an array too large to be a setting."""
+        """Copies the contents of an array or a context variable, except for an array too large to be a setting."""
         if isinstance(value, contextvars.ContextVar):
             self._memories[id(value)] = place, value, referent(value)
-        elif memoryview(value).nbytes <= _LARGEST:
+        elif isinstance(value, ARRAYS) and memoryview(value).nbytes <= _LARGEST:  # type: ignore[arg-type]
             self._memories[id(value)] = place, value, copy.copy(value)
 
     def add_tensor(self, value: torch.Tensor, at_most: int = _LARGEST) -> None:
@@ -112,16 +123,6 @@ class Copies:
         with _untraced():
             self._generators.append((place, generator, state_of(generator)))
 
-    def add_variable(self, owner: Any, name: str, place: Place) -> Any:
-        """Remembers a variable, which may not exist yet, and returns what it held before the run.
-
-        Args:
-            owner: Has it: global variables, a cell of a closure, or an object with slots.
-            name: Its name; "cell_contents" of a cell.
-            place: Its place.
-        """
-        return self._variables.setdefault((id(owner), name), (place, owner, _variable(owner, name)))[2]
-
     def is_old(self, owner: Any, name: str, value: Any) -> bool:
         """Returns whether a value is from before the run.
 
@@ -130,10 +131,10 @@ class Copies:
             name: The name of the attribute or variable.
             value: The value.
         """
-        if (id(owner), name) in self._variables:
-            return self._variables[id(owner), name][2] is value
-        entry = self._classes.get(id(owner)) or self._attributes.get(id(owner))
-        return entry is None or entry[2].get(name, MISSING) is value
+        for kind in ("key", "slot"):
+            if (id(owner), kind, name) in self._values:
+                return self._values[id(owner), kind, name].before is value
+        return id(owner) not in self._namespaces or self._namespaces[id(owner)][3].get(name, MISSING) is value
 
     def changed_memory(self) -> Iterator[Place]:
         """Yields the places of arrays and context variables that the run has changed."""
@@ -155,44 +156,35 @@ class Copies:
                 yield name_of(generator) or repr(described(place))
 
     @property
-    def has_other_parts(self) -> bool:
-        """Whether the run has made or replaced modules, parameters or buffers."""
-        return bool(self.other_parts())
-
-    @property
     def has_other_hooks(self) -> bool:
         """Whether the run has made or replaced hooks."""
         return any(not has_same_parts(now, before) for now, before in self._hooks)
 
     def other_parts(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-        """Returns the dicts of parts that the run has changed, each with a copy, as :meth:`restore` changes them."""
+        """Returns the dicts of modules, parameters and buffers that the run has changed, each with a copy."""
         return [(now, dict(now)) for now, before in self._parts if not has_same_parts(now, before)]
 
     def changes(self) -> Iterator[Change]:
         """Yields what the run has changed, except for parts of modules."""
-        for place, values, before in self._attributes.values():
+        for place, owner, values, before in self._namespaces.values():
             for key in dict.fromkeys((*before, *values)):
                 now, old = values.get(key, MISSING), before.get(key, MISSING)
-                if now is not old and key not in OF_EVERY_MODULE - {"training"}:
-                    yield Change((*place, Access("attribute", key)), now, old, functools.partial(_assign, values, key))
-        for place, kind, before in self._classes.values():
-            for key in dict.fromkeys((*before, *vars(kind))):
-                now, old = vars(kind).get(key, MISSING), before.get(key, MISSING)
-                if now is not old and not key.startswith("__") and not key.startswith("_abc_"):
-                    yield Change((*place, Access("attribute", key)), now, old, functools.partial(_set, kind, key))
-        for (_, name), (place, owner, old) in self._variables.items():
-            now, put = _variable(owner, name), _assign if type(owner) is dict else _set
-            if now is not old:
-                yield Change(place, now, old, functools.partial(put, owner, name))
-        for place, container, before in self._contents.values():
-            if not has_same_parts(container, before):
-                restore = functools.partial(refill, container)
-                yield Change((*place, Access("contents", "")), container, before, restore)
+                if now is old:
+                    continue
+                if owner is not values and not key.startswith(("__", "_abc_")):
+                    yield Change((*place, Access("attribute", key)), now, old, owner, Access("attribute", key))
+                elif owner is values and key not in OF_EVERY_MODULE - {"training"}:
+                    yield Change((*place, Access("attribute", key)), now, old, owner, Access("key", key))
+        for entry in self._values.values():
+            is_container = entry.step is _CONTENTS
+            now = entry.owner if is_container else read(entry.owner, (entry.step,))
+            if not (has_same_parts(now, entry.before) if is_container else now is entry.before):
+                yield entry._replace(now=now)
 
     def restore(self) -> None:
         """Undoes the run's changes."""
         for change in list(self.changes()):
-            change.restore(change.before)
+            put(change.owner, change.step, change.before)
         for _, value, before in self._memories.values():
             if not isinstance(value, contextvars.ContextVar):
                 value[... if isinstance(value, numpy.ndarray) else slice(None)] = before
@@ -243,26 +235,3 @@ def _untraced() -> Iterator[None]:
     """Lets PyTorch compute in the context, although a run is traced."""
     with torch._C.DisableTorchFunction(), _disable_current_modes():
         yield
-
-
-def _assign(values: dict[str, Any], key: str, value: Any) -> None:
-    if value is MISSING:
-        values.pop(key, None)
-    else:
-        values[key] = value
-
-
-def _set(owner: Any, key: str, value: Any) -> None:
-    if value is MISSING:
-        delattr(owner, key)
-    else:
-        setattr(owner, key, value)
-
-
-def _variable(owner: Any, name: str) -> Any:
-    if type(owner) is dict:
-        return owner.get(name, MISSING)
-    try:
-        return object.__getattribute__(owner, name)
-    except (AttributeError, ValueError):  # the latter of a cell
-        return MISSING

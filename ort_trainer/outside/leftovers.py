@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 import functools
-import gc
 import sys
 import types
 from collections import OrderedDict, defaultdict, deque
@@ -18,11 +17,10 @@ from torch import nn
 
 from .containers import copied
 from .numbers import Expression, Number, evaluate
-from .places import MISSING, Place, put, read
-from .values import VIEWS
+from .places import MISSING, VIEWS, Place, put, read, referent
 
 Code = list[Any]
-"""A kind, and what belongs to it: ``plain`` and a value, ``tensor`` and a number, ``place`` and a place, and so on.
+"""A kind, and what belongs to it: ``tensor`` and a number, ``list`` and its parts, and so on, or an ``Expression``.
 ``["list", [["plain", 1], ["tensor", 0]]]`` is a list of the number 1 and the run's first tensor."""
 
 _SEQUENCES: dict[str, Any] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
@@ -36,13 +34,14 @@ _ARGUMENTS: dict[type, Callable[[Any], tuple[Any, ...]]] = {
     torch.device: lambda value: (str(value),),
     functools.partial: lambda value: (value.func, value.args, value.keywords),
     # Views refer to their dict, which may be one from outside.
-    **{kind: lambda value: (*gc.get_referents(value),) for kind in (types.MappingProxyType, *VIEWS)},
+    **{kind: lambda value: (referent(value),) for kind in (types.MappingProxyType, *VIEWS)},
 }
 """What objects are made of again."""
 _MAKERS: dict[str, Any] = {kind.__name__: kind for kind in _ARGUMENTS} | {
     "partial": lambda function, args, keywords: functools.partial(function, *args, **keywords),
     **{kind.__name__: getattr(dict, kind.__name__.removeprefix("dict_")) for kind in VIEWS},
 }
+_OF_PATHS = ("global", "enum", "named", "sequence", "object")
 _NAMED_IN_TORCH = (torch.dtype, torch.layout, torch.memory_format)
 
 
@@ -101,7 +100,7 @@ def encode(value: Any, tensors: list[torch.Tensor], places: Mapping[int, Place])
     if value is MISSING:
         return ["missing"]
     if type(value) is Number:
-        return ["expression", _with_tensors(value.expression, tensors)]
+        return _with_tensors(value.expression, tensors)
     if value is None or type(value) in (bool, int, float, str):
         return ["plain", value]
     if id(value) in places:
@@ -156,9 +155,8 @@ def _with_tensors(expression: Expression, tensors: list[torch.Tensor]) -> Expres
     """Returns an expression with results of the run in place of numbers that it computes."""
     kind, *rest = expression
     if kind == "symbolic":
-        kind, value = encode(rest[0], tensors, {})
-        return ["is" if kind == "plain" else kind, value]
-    return expression if kind in ("at", "is") else [kind, *(_with_tensors(part, tensors) for part in rest)]
+        return encode(rest[0], tensors, {})
+    return expression if kind in ("place", "plain") else [kind, *(_with_tensors(part, tensors) for part in rest)]
 
 
 def decode(code: Code, tensors: Sequence[torch.Tensor], root: Any) -> Any:
@@ -172,16 +170,8 @@ def decode(code: Code, tensors: Sequence[torch.Tensor], root: Any) -> Any:
     kind, *rest = code
     if kind == "missing":
         return MISSING
-    if kind == "plain":
-        return rest[0]
-    if kind == "expression":
-        return evaluate(rest[0], root, tensors)
-    if kind == "place":
-        return read(root, tuple(map(tuple, rest[0])))  # type: ignore[arg-type]
     if kind == "tensor":
         return tensors[rest[0]]
-    if kind == "number":
-        return tensors[rest[0]].item()
     if kind == "deque":
         return deque((decode(part, tensors, root) for part in rest[1]), rest[0])
     if kind in _SEQUENCES:
@@ -199,6 +189,8 @@ def decode(code: Code, tensors: Sequence[torch.Tensor], root: Any) -> Any:
         return torch.Size(decode(part, tensors, root) for part in rest[0])
     if kind == "numpy":
         return numpy.dtype(rest[0]).type(rest[1])
+    if kind not in _OF_PATHS:
+        return evaluate(code, root, tensors)
     which = _at_path(*rest[:2])
     if kind == "global":
         return which

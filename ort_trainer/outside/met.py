@@ -8,6 +8,7 @@ function is first met: at its place, or when it runs (``calls.py``).
 from __future__ import annotations
 
 import builtins
+import contextlib
 import copy
 import enum
 import functools
@@ -30,17 +31,19 @@ from ..core.errors import ExportError
 from ..fx.explain import EXPORTER, LIBRARIES, TORCH_MODELS
 from .calls import functions_in
 from .changes import HOOKS, OF_EVERY_MODULE, Copies
-from .code import LIBRARY_NAMES, globals_of, imports_of, is_users, names_of, optional_in
+from .code import LIBRARY_NAMES, assigned_in, globals_of, imports_of, is_users, names_of, optional_in
 from .containers import copied
 from .generators import is_generator
 from .numbers import Growing, Number, TypeOf, places_of
 from .output import position_of
-from .places import MISSING, Access, Place, attributes_of, described, in_cell, of_class, read, referent, write
-from .values import CONTAINERS, MEMORIES, VIEWS, is_plain, is_watched, parts_of
+from .places import MISSING, Access, Place, attributes_of, described, in_slot, of_class, read, slots_of, write
+from .values import CONTAINERS, is_leaf, is_plain, is_watched, parts_of
 from .watch import Watch
 
 # Of an autograd.Function, called after the run.
 _CALLED_LATER = frozenset({"setup_context", "backward"})
+_OF_FUNCTIONS = ("__code__", "__defaults__", "__kwdefaults__")
+_IN_CELL = "cell_contents"
 # Objects that can't be watched, so all of their attributes count as read.
 _NAMESPACES = (types.SimpleNamespace, threading.local)
 
@@ -83,7 +86,7 @@ class Met:
         self._counts: list[tuple[Place, Any, Any]] = []  # each with a copy from when it was met
         self._made: dict[int, Any] = {}  # what the run has made and put outside, by id
         self._foreign: set[int] = set()  # ids of modules that are not parts of the model
-        self._of_classes: set[tuple[int, str]] = set()  # ids of classes and Python modules, with attributes recorded
+        self._recorded: set[tuple[int, str]] = set()  # ids of classes, functions and modules, with names recorded
         self._places_of_classes: dict[int, Place] = {}  # id of a class -> its first place
         self._holders: dict[int, list[tuple[type, Place, Any]]] = {}  # id of code -> a class, its attribute, the value
         self._codes: dict[int, types.CodeType] = {}  # of the functions that were met
@@ -181,27 +184,12 @@ class Met:
         elif isinstance(value, types.MethodType):
             self.meet(value.__self__, (*place, Access("get", "__self__")))
             self.meet(value.__func__, (*place, Access("get", "__func__")))
-        elif isinstance(value, (*CONTAINERS, functools.partial)):
-            self._copies.add_contents(value, place)
-            for step, part in parts_of(value):
-                self.meet(part, (*place, Access(*step)))
-            for at, key in enumerate(copied(value) if isinstance(value, dict) else ()):
-                self.meet(key, (*place, Access("member", at)))
-            if type(value) not in CONTAINERS:
-                self._meet_object(value, place)
         elif is_generator(value):
             self._copies.add_generator(value, place)
         elif isinstance(value, types.BuiltinFunctionType):
             if isinstance(value.__self__, (random.Random, *CONTAINERS)):  # a method that was kept
                 self.record((*place, Access("get", "__self__")), value.__self__)
-        elif isinstance(value, weakref.ref) or type(value) in weakref.ProxyTypes:
-            self.meet(referent(value), (*place, Access("referent", "")))
-        elif isinstance(value, VIEWS):
-            self.meet(value.mapping, (*place, Access("get", "mapping")))
-        elif isinstance(value, types.MappingProxyType):
-            for key, part in value.items():
-                self.meet(part, (*place, Access("key", key)))
-        elif isinstance(value, Iterator):
+        elif isinstance(value, Iterator) and not isinstance(value, weakref.ProxyTypes):
             if isinstance(value, io.IOBase):  # what files hold is not watched
                 position = position_of(value)
                 self.files += [] if position is None else [(place, value, position)]
@@ -210,11 +198,13 @@ class Met:
             else:
                 self._iterators.append(place)
                 self.refuse_iterators()  # before the run takes a value, which nothing could put back
-        elif isinstance(value, MEMORIES):
+        else:
+            self._copies.add_contents(value, place)
             self._copies.add_memory(value, place)
             for step, part in parts_of(value):
                 self.meet(part, (*place, Access(*step)))
-        else:
+            for at, key in enumerate(copied(value) if isinstance(value, dict) else ()):
+                self.meet(key, (*place, Access("member", at)))
             self._meet_object(value, place)
 
     def _note_alias(self, first: Place, second: Place) -> None:
@@ -231,8 +221,6 @@ class Met:
             self.meet(wrapped, (*place, Access("get", "__wrapped__")))
             if isinstance(value, functools._lru_cache_wrapper) and is_users(value.__module__):
                 self.caches.append((value, value.cache_info()))
-                for step, part in parts_of(value):
-                    self.meet(part, (*place, Access(*step)))
         can_be_watched = is_watched(kind) and self.watch.add(kind)
         if not can_be_watched and kind not in _NAMESPACES:
             return
@@ -241,7 +229,7 @@ class Met:
             self._copies.add_attributes(values, place)
         except AttributeError:  # it has slots only
             values = {}
-        self._copies.add_slots(value, place)
+        self._copies.add_slots(value, place, slots_of(kind))
         for name, part in () if can_be_watched else values.items():
             self.record((*place, Access("attribute", name)), part)
         self._meet_names(kind, (*place, Access("get", "__class__")), frozenset(self.names), data_only=can_be_watched)
@@ -311,21 +299,21 @@ class Met:
     def _meet_function(self, function: types.FunctionType, place: Place) -> None:
         """Records what a function may read: its closure, defaults, globals, and the modules that it imports."""
         self._codes[id(function.__code__)] = function.__code__
-        self._copies.add_function(function, place)
-        for at, cell in enumerate(function.__closure__ or ()):
-            inner: Place = (*place, Access("cell", at))  # type: ignore[assignment]
-            if self._copies.add_variable(cell, "cell_contents", inner) is in_cell(cell):
-                self.record(inner, in_cell(cell))
-        for name in ("__defaults__", "__kwdefaults__"):
+        self._copies.add_slots(function, place, _OF_FUNCTIONS)
+        cells = [
+            (Access("cell", at), in_slot(cell, _IN_CELL), cell) for at, cell in enumerate(function.__closure__ or ())
+        ]
+        for step, value, cell in cells:
+            if self._copies.add(cell, Access("slot", _IN_CELL), (*place, step)) is value:
+                self.record((*place, step), value)
+        for name in _OF_FUNCTIONS:
             if getattr(function, name):
-                self.record((*place, Access("get", name)), getattr(function, name))
-        self.record((*place, Access("get", "__code__")), function.__code__)
+                self.record((*place, Access("slot", name)), getattr(function, name))
         if is_users(function.__globals__.get("__name__")):
             code = function.__code__
             self._meet_code(code, function.__globals__, place, "global")
-            for at, cell in enumerate(function.__closure__ or ()):
-                names = names_of(code) | _CALLED_LATER
-                self._meet_names(in_cell(cell), (*place, Access("cell", at)), names, optional_in(code))
+            for step, value, _ in cells:
+                self._meet_names(value, (*place, step), names_of(code) | _CALLED_LATER, optional_in(code))
 
     def _meet_code(self, code: types.CodeType, values: dict[str, Any], place: Place, kind: str) -> None:
         """Records the global variables that code may read.
@@ -352,7 +340,7 @@ class Met:
             if is_data and name not in globals_of(code):  # the name of an attribute
                 continue
             inner: Place = (*place, Access(kind, name))  # type: ignore[assignment]
-            self._copies.add_variable(values, name, inner)
+            self._copies.add(values, Access("key", name), inner)
             if name in values:
                 self._record_if_old(values, name, place, values[name], kind)
                 self._meet_names(values[name], inner, names | _CALLED_LATER, optional)
@@ -378,51 +366,45 @@ class Met:
             optional: Those of them that may be absent.
             data_only: Whether to leave out functions, as the code that names them does not call them on this class.
         """
-        if isinstance(value, (type, types.ModuleType, types.FunctionType)):
-            room = value.__name__ if isinstance(value, types.ModuleType) else value.__module__
-            for name in sorted(optional) if is_users(room) else ():
-                if inspect.getattr_static(value, name, MISSING) is MISSING:
-                    self.record((*place, Access("get" if isinstance(value, type) else "attribute", name)), MISSING)
-        if isinstance(value, types.ModuleType):
-            of_user = is_users(value.__name__)
-            if value.__name__.partition(".")[0] in LIBRARY_NAMES:
-                return
-            for name in sorted(names & vars(value).keys()):
-                part = vars(value)[name]
-                is_new = (id(value), name) not in self._of_classes
-                if is_new and (
-                    not callable(part) or (of_user and not data_only)
-                ):  # Python's own functions don't change
-                    self._of_classes.add((id(value), name))
-                    if of_user:
-                        self._copies.add_variable(vars(value), name, (*place, Access("attribute", name)))
-                    self._record_if_old(vars(value), name, place, part)
-        elif isinstance(value, types.FunctionType):
-            self._copies.add_attributes(vars(value), place)
-            for name in sorted(names & vars(value).keys()):
-                self._record_if_old(vars(value), name, place, vars(value)[name])
-        elif isinstance(value, type):
-            for base, of_base in self._with_bases(value, place):
-                self._copies.add_class(base, of_base)
-                # __getattribute__ is ours, for the time of the run.
-                for name in sorted(names & vars(base).keys() - {"__getattribute__"}):
-                    part = vars(base)[name]
-                    function = part.__func__ if type(part) in (classmethod, staticmethod) else part
-                    function = part.fget if type(part) is property else function
-                    code = function.__code__ if type(function) is types.FunctionType else None
-                    if (id(base), name) in self._of_classes or (code is not None and data_only):
-                        continue
-                    self._of_classes.add((id(base), name))
-                    self._record_if_old(base, name, of_base, part)
-                    if code is not None:  # a method may read attributes of its class
-                        self._meet_names(value, place, names_of(code), optional_in(code), data_only=True)
+        if not isinstance(value, (type, types.ModuleType, types.FunctionType)):
+            return
+        is_module = isinstance(value, types.ModuleType)
+        of_user = is_users(value.__name__ if is_module else value.__module__)
+        for name in sorted(optional) if of_user else ():
+            if inspect.getattr_static(value, name, MISSING) is MISSING:
+                self.record((*place, Access("get" if isinstance(value, type) else "attribute", name)), MISSING)
+        for owner, of_owner in self._with_bases(value, place):
+            if isinstance(owner, type):
+                self._copies.add_class(owner, of_owner)
+            elif not is_module:
+                self._copies.add_attributes(vars(owner), of_owner)
+            # __getattribute__ is ours, for the time of the run.
+            for name in sorted(names & vars(owner).keys() - {"__getattribute__"}):
+                part = vars(owner)[name]
+                function = part.__func__ if type(part) in (classmethod, staticmethod) else part
+                function = part.fget if type(part) is property else function
+                code = function.__code__ if type(function) is types.FunctionType else None
+                is_function = callable(part) if is_module else code is not None and isinstance(owner, type)
+                data_alone = data_only or (is_module and not of_user)  # Python's own functions don't change
+                if (is_function and data_alone) or (id(owner), name) in self._recorded:
+                    continue
+                self._recorded.add((id(owner), name))
+                if is_module and of_user:
+                    self._copies.add(vars(owner), Access("key", name), (*of_owner, Access("attribute", name)))
+                self._record_if_old(owner if isinstance(owner, type) else vars(owner), name, of_owner, part)
+                if code is not None and isinstance(owner, type):  # a method may read attributes of its class
+                    self._meet_names(value, place, names_of(code), optional_in(code), data_only=True)
 
     def _with_bases(self, value: Any, place: Place) -> list[tuple[Any, Place]]:
-        """Returns a Python module; or a class, its bases and metaclasses; of users alone."""
+        """Returns a function; a Python module, except for libraries'; or a class, its bases and metaclasses, of users.
+
+        Each with its place.
+        """
         if isinstance(value, type):
             of_metaclass = self._place_classes(type(value), (*place, Access("get", "__class__")))
             return [*self._place_classes(value, place), *of_metaclass]
-        return [] if value.__name__.partition(".")[0] in LIBRARY_NAMES else [(value, place)]
+        is_library = isinstance(value, types.ModuleType) and value.__name__.partition(".")[0] in LIBRARY_NAMES
+        return [] if is_library else [(value, place)]
 
     def _place_classes(self, kind: type, place: Place) -> list[tuple[type, Place]]:
         """Returns a class and its bases, except for PyTorch's and Python's, each with the first place it was met at."""
@@ -491,7 +473,7 @@ class Met:
         elif values is not None and name in values:
             self._record_if_old(values, name, place, values[name])
         elif isinstance(of_type, types.MemberDescriptorType) and not isinstance(owner, nn.Module):
-            self._record_if_old(owner, name, place, value, "get")
+            self._record_if_old(owner, name, place, value, "slot")
         elif of_type is not MISSING:
             of_user = any(name in vars(base) for base in type(owner).__mro__ if is_users(base.__module__))
             if of_user or name == "forward" or not callable(of_type):
@@ -521,6 +503,39 @@ class Met:
             self.record((*place, Access(kind, name)), value)
         elif not any(id(value) in known for known in (self.objects, self._looked_up, self.tensors)):
             self._made[id(value)] = value
+
+    def note_assigned(self, changed: set[Place]) -> None:
+        """Records attributes as read that the run may have assigned the value that they had, as no copy shows that.
+
+        Otherwise a user who changes such an attribute later would not see it assigned again.
+        """
+        assigned = frozenset[str]().union(*map(assigned_in, [*self.ran]))  # a copy, as this run goes on
+        for owner, place in [*self.objects.values()]:
+            steps = [Access("slot", name) for name in assigned.intersection(slots_of(type(owner)))]
+            with contextlib.suppress(AttributeError):  # it has slots only
+                names = assigned & attributes_of(owner).keys() - OF_EVERY_MODULE
+                steps += [Access("attribute", name) for name in names]
+            for step in sorted(steps):
+                inner = (*place, step)
+                if inner in self.reads or inner in changed or inner in self._numbers:
+                    continue
+                value = read(self._root, inner)
+                if value is not MISSING and (is_leaf(value) or callable(value)):
+                    self.reads[inner] = value
+
+    def places(self) -> dict[int, Place]:
+        """Returns the places of all objects and tensors that the run has met."""
+        met = self.objects | self.tensors  # copies, as a weak reference's callback may meet more meanwhile
+        return {key: place for key, (_, place) in met.items()}
+
+    def refuse(self) -> None:
+        """Raises an error if the run clears the cache of a function, or takes values from an iterator."""
+        if self.clears_caches:
+            raise ExportError(
+                "the run clears the cache of a function, which a graph can't do: clear it before the step, or keep the "
+                "result in an attribute"
+            )
+        self.refuse_iterators()
 
     def refuse_iterators(self) -> None:
         """Raises an error if the run takes values from an iterator."""

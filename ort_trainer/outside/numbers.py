@@ -24,10 +24,10 @@ from .places import Place, described, read
 from .rates import DROPOUTS
 
 Expression = list[Any]
-"""``["at", place]``, ``["is", number]``, ``["same", place, place]`` (whether both hold one object), ``["keys", place]``
-(of a dict, or the length of a list), ``["values", place]`` (the numbers in a tensor), or the name of an operator, or
-``type``, and its operands. Of what a run leaves, also ``["symbolic", number]``, a number that the run computes, which
-becomes ``["number", 0]``, the run's first tensor."""
+"""``["place", place]`` (what is there), ``["plain", number]``, ``["same", place, place]`` (whether both hold one
+object), ``["keys", place]`` (of a dict, or the length of a list), ``["values", place]`` (the numbers in a tensor),
+``["number", 0]`` (the run's first tensor), or the name of an operator, or ``type``, and its operands; during a run also
+``["symbolic", number]``, a number that the run computes."""
 
 _ARITHMETIC: dict[str, Callable[..., Any]] = {
     name: getattr(operator, name) for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "neg", "abs")
@@ -69,18 +69,18 @@ def evaluate(expression: Expression, root: Any, tensors: Sequence[torch.Tensor] 
     kind, *rest = expression
     if kind == "number":
         return tensors[rest[0]].item()
-    if kind == "at":
-        return read(root, tuple(map(tuple, rest[0])))  # type: ignore[arg-type]
-    if kind == "is":
+    if kind == "place":
+        return read(root, rest[0])
+    if kind == "plain":
         return rest[0]
     if kind == "same":
-        first, second = (read(root, tuple(map(tuple, place))) for place in rest)  # type: ignore[arg-type]
+        first, second = (read(root, place) for place in rest)
         return first is second
     if kind == "keys":
-        value = read(root, tuple(map(tuple, rest[0])))  # type: ignore[arg-type]
+        value = read(root, rest[0])
         return type(value), tuple(value) if isinstance(value, dict) else len(value)
     if kind == "values":
-        value = read(root, tuple(map(tuple, rest[0])))  # type: ignore[arg-type]
+        value = read(root, rest[0])
         return repr(value.tolist()) if isinstance(value, torch.Tensor) else type(value).__name__
     if kind == "type":
         return type(evaluate(rest[0], root)).__name__
@@ -90,17 +90,17 @@ def evaluate(expression: Expression, root: Any, tensors: Sequence[torch.Tensor] 
 def places_of(expression: Expression) -> list[Place]:
     """Returns the places in an expression."""
     kind, *rest = expression
-    if kind in ("at", "same", "keys", "values"):
+    if kind in ("place", "same", "keys", "values"):
         return rest[: 2 if kind == "same" else 1]
-    return [] if kind in ("is", "symbolic") else [place for part in rest for place in places_of(part)]
+    return [] if kind in ("plain", "symbolic") else [place for part in rest for place in places_of(part)]
 
 
 def text_of(expression: Expression) -> str:
     """Returns an expression as text, such as ``add(calls, 1)``."""
     kind, *rest = expression
-    if kind == "at":
+    if kind == "place":
         return described(rest[0])
-    return repr(rest[0]) if kind in ("is", "symbolic") else f"{kind}({', '.join(map(text_of, rest))})"
+    return repr(rest[0]) if kind in ("plain", "symbolic") else f"{kind}({', '.join(map(text_of, rest))})"
 
 
 class Uses:
@@ -160,24 +160,6 @@ class Number:
 
     def __bool__(self) -> bool:
         return bool(_compared("ne", self, 0))
-
-    def __hash__(self) -> int:
-        return hash(self.fixed())
-
-    def __repr__(self) -> str:
-        return repr(self.fixed())
-
-    def __format__(self, spec: str) -> str:
-        return format(self.fixed(), spec)
-
-    def __int__(self) -> int:
-        return int(self.fixed())
-
-    def __float__(self) -> float:
-        return float(self.fixed())
-
-    def __index__(self) -> int:
-        return operator.index(self.fixed())
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.fixed(), name)
@@ -258,7 +240,7 @@ class Growing:
     def __init__(self, value: list[Any], place: Place, uses: Uses) -> None:
         self._value, self._uses = value, uses
         self.added: list[Any] = []
-        self.expression: Expression = ["at", place]
+        self.expression: Expression = ["place", place]
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
@@ -276,24 +258,10 @@ class Growing:
         self.added.extend(values)
         return self
 
-    def _fixed(self) -> list[Any]:
+    def fixed(self) -> list[Any]:
+        """Returns the contents, on which the run then depends."""
         self._uses.fixed.update(places_of(self.expression))
         return [*self._value, *self.added]
-
-    def __len__(self) -> int:
-        return len(self._fixed())
-
-    def __iter__(self) -> Any:
-        return iter(self._fixed())
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._fixed()[index]
-
-    def __contains__(self, value: Any) -> bool:
-        return value in self._fixed()
-
-    def __add__(self, other: Any) -> Any:
-        return self._fixed() + other
 
 
 class _Kind(type):
@@ -313,10 +281,8 @@ class TypeOf(metaclass=_Kind):
 
 def _plain(value: Any) -> Any:
     """Returns a value with plain numbers and lists in place of stand-ins, on whose values the run then depends."""
-    if type(value) is Number:
+    if type(value) in (Number, Growing):
         return value.fixed()
-    if type(value) is Growing:
-        return list(value)
     if type(value) in (list, tuple):
         return type(value)(map(_plain, value))
     return value
@@ -328,7 +294,7 @@ def _operand(value: Any) -> tuple[Any, Expression] | None:
         return value.value, value.expression
     if isinstance(value, (torch.SymInt, torch.SymFloat)):
         return value, ["symbolic", value]
-    return (value, ["is", value]) if type(value) in (int, float, bool) else None
+    return (value, ["plain", value]) if type(value) in (int, float, bool) else None
 
 
 def _arithmetic(name: str, mine: Number, *others: Any) -> Any:
@@ -382,11 +348,20 @@ def functions_of_numbers() -> Iterator[None]:
         yield
 
 
+_OF_VALUES: dict[type, dict[str, Callable[..., Any]]] = {
+    Number: {"hash": hash, "repr": repr, "format": format, "int": int, "float": float, "index": operator.index},
+    Growing: {name: getattr(operator, name) for name in ("getitem", "contains", "add")} | {"len": len, "iter": iter},
+}
+
+
 def _define() -> None:
-    """Adds the arithmetic operators and comparisons to :class:`Number`."""
+    """Adds operators and comparisons to :class:`Number`, and to both stand-ins what depends on the value itself."""
 
     def method(function: Callable[..., Any], name: str) -> Any:
         return lambda *operands: function(name, *operands)
+
+    def of_value(function: Callable[..., Any]) -> Any:
+        return lambda stand_in, *rest: function(stand_in.fixed(), *rest)
 
     for name in _ARITHMETIC:
         setattr(Number, f"__{name}__", method(_arithmetic, name))
@@ -395,6 +370,9 @@ def _define() -> None:
         setattr(Number, f"__{name}__", method(_arithmetic, name))
     for name in _COMPARISONS:
         setattr(Number, f"__{name}__", method(_compared, name))
+    for kind, functions in _OF_VALUES.items():
+        for name, function in functions.items():
+            setattr(kind, f"__{name}__", of_value(function))
 
 
 _define()

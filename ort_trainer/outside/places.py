@@ -6,9 +6,11 @@ A place is made of strings and numbers, so a child process can name it to its pa
 from __future__ import annotations
 
 import contextvars
+import gc
 import itertools
 import sys
 import threading
+import types
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -30,17 +32,21 @@ GONE = (AttributeError, IndexError, KeyError, TypeError, ValueError)
 """What can go wrong when a place is read that no longer exists."""
 
 
+VIEWS: tuple[Any, ...] = (type({}.keys()), type({}.values()), type({}.items()))
+"""Views of a dict."""
+
+
 class Access(NamedTuple):
     """One step from an owner to a value.
 
     Attributes:
-        kind: ``get`` (what the owner's attribute returns), ``attribute`` (an entry of its ``__dict__``), ``tensor`` (a
-            module's parameter or buffer), ``class`` (an attribute of its class), ``global`` (a global variable of a
-            function), ``module`` (a Python module, by its name), ``referent`` (of a weak reference or a context
-            variable), ``cell`` (a variable of a function's closure), ``item`` (of a sequence or an array), ``entry``
-            (of a dict, by the position of its key), ``member`` (of a set, or a key of a dict, by its position), ``key``
-            (of a dict, by a key that is a string), ``kept`` (by the cache of a function), ``contents`` (all
-            that a container holds); only to be written, ``end`` (what is appended to a list).
+        kind: ``get`` (what the owner's attribute returns), ``attribute`` (an entry of its ``__dict__``), ``slot``,
+            ``tensor`` (a module's parameter or buffer), ``class`` (an attribute of its class), ``global`` (a global
+            variable of a function), ``module`` (a Python module, by its name), ``referent`` (see :func:`referent`),
+            ``cell`` (a variable of a function's closure), ``item`` (of a sequence or an array), ``entry`` (of a dict,
+            by the position of its key), ``member`` (of a set, or a key of a dict, by its position), ``key`` (of a dict,
+            by a key that is a string), ``kept`` (by the cache of a function), ``contents`` (all that a container
+            holds); only to be written, ``end`` (what is appended to a list).
         key: A name or a position.
     """
 
@@ -58,19 +64,24 @@ def of_class(kind: type, name: str) -> Any:
     return next((vars(base)[name] for base in kind.__mro__ if name in vars(base)), MISSING)
 
 
-def in_cell(cell: Any) -> Any:
-    """Returns what a cell of a closure holds, or :data:`MISSING` if nothing was assigned yet."""
+def in_slot(owner: Any, name: str) -> Any:
+    """Returns what an object has in a slot, without what its class does when it is read, or :data:`MISSING`.
+
+    Cells of closures and functions have slots, too: ``cell_contents`` and ``__code__``, for example.
+    """
     try:
-        return cell.cell_contents
-    except ValueError:
+        return object.__getattribute__(owner, name)
+    except (AttributeError, ValueError):  # the latter of a cell
         return MISSING
 
 
 def referent(reference: Any) -> Any:
-    """Returns what a weak reference or a context variable refers to, or :data:`MISSING`."""
+    """Returns what a weak reference, a context variable, a view or a proxy of a dict refers to, or :data:`MISSING`."""
     try:
         if type(reference) in weakref.ProxyTypes:
             return reference.__reduce__.__self__  # a proxy looks up methods in the object
+        if isinstance(reference, (types.MappingProxyType, *VIEWS)):
+            return gc.get_referents(reference)[0]
         return reference.get() if isinstance(reference, contextvars.ContextVar) else reference()
     except (LookupError, ReferenceError):
         return MISSING
@@ -88,7 +99,7 @@ def _at(parts: Iterator[Any], index: int) -> Any:
 def _of_closure(function: Any, index: int) -> Any:
     # A tracer of torch.fx replaces functions meanwhile that its wrap() has marked; those have other closures.
     cells = function.__closure__ or ()
-    return in_cell(cells[index]) if index < len(cells) else MISSING
+    return in_slot(cells[index], "cell_contents") if index < len(cells) else MISSING
 
 
 def attributes_of(owner: Any) -> Any:
@@ -108,6 +119,7 @@ def slots_of(kind: type) -> Iterator[str]:
 _READ: dict[str, Callable[[Any, Any], Any]] = {
     "get": lambda owner, name: getattr(owner, name, MISSING),
     "attribute": lambda owner, name: attributes_of(owner).get(name, MISSING),
+    "slot": in_slot,
     "tensor": lambda owner, name: {**owner._parameters, **owner._buffers}.get(name, MISSING),
     "module": lambda _, name: sys.modules.get(name, MISSING),
     "referent": lambda reference, _: referent(reference),
@@ -161,26 +173,24 @@ def put(owner: Any, step: Access, value: Any) -> None:
     if kind == "tensor":
         owner._buffers[key] = value
     elif kind == "cell":
-        if value is MISSING:
-            del owner.__closure__[key].cell_contents
-        else:
-            owner.__closure__[key].cell_contents = value
+        put(owner.__closure__[key], Access("slot", "cell_contents"), value)
     elif kind == "contents":
         refill(owner, value)
     elif kind == "end":
         owner.extend(value)
-    elif kind in ("item", "key"):
-        owner[key] = value
     elif kind == "entry":
         owner[list(owner)[int(key)]] = value
     elif kind == "class" or isinstance(owner, type):
         of = owner if isinstance(owner, type) else next(b for b in type(owner).__mro__ if key in vars(b))
         delattr(of, str(key)) if value is MISSING else setattr(of, str(key), value)
-    elif kind == "get":
-        object.__setattr__(owner, str(key), value)
+    elif kind in ("get", "slot"):
+        object.__delattr__(owner, str(key)) if value is MISSING else object.__setattr__(owner, str(key), value)
     else:
-        values = owner.__globals__ if kind == "global" else attributes_of(owner)
-        values.pop(key, None) if value is MISSING else values.update({key: value})
+        values = owner.__globals__ if kind == "global" else attributes_of(owner) if kind == "attribute" else owner
+        if value is MISSING:
+            values.pop(key, None)
+        else:
+            values[key] = value
 
 
 def described(place: Place) -> str:
@@ -189,7 +199,7 @@ def described(place: Place) -> str:
     for kind, key in place:
         if kind in ("item", "entry", "key"):
             text += f"[{key}]"
-        elif kind in ("contents", "end"):
+        elif kind in ("contents", "end", "referent"):
             continue
         elif kind == "global":
             text = f"global {key}"

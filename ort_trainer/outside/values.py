@@ -9,6 +9,7 @@ import functools
 import hashlib
 import sys
 import types
+import weakref
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Hashable, Iterator
 from typing import Any
@@ -18,14 +19,14 @@ import torch
 from torch import nn
 
 from .containers import CHANGEABLE, copied, kept_by
-from .places import MISSING, referent
+from .places import MISSING, VIEWS, referent
 
 CONTAINERS = (dict, OrderedDict, defaultdict, list, tuple, deque, set, frozenset)
 _ATOMS = (type(None), bool, int, float, complex, str, bytes, type(...), range, slice)
 _NUMBERS_AND_TEXTS: tuple[Any, ...] = (int, float, complex, str, bytes)
-VIEWS: tuple[Any, ...] = (type({}.keys()), type({}.values()), type({}.items()))
-"""Views of a dict, which their attribute ``mapping`` shows."""
-MEMORIES = (numpy.ndarray, contextvars.ContextVar, bytearray, array.array, types.MappingProxyType, *VIEWS)
+ARRAYS = (numpy.ndarray, bytearray, array.array)
+_REFERENCES: tuple[Any, ...] = (contextvars.ContextVar, types.MappingProxyType, *VIEWS)
+MEMORIES = (*ARRAYS, *_REFERENCES)
 """Kinds of objects that can't be watched, so their whole contents are compared."""
 LARGE = 1 << 20
 """Bytes of an array from which on its elements are compared by a hash, and more and more seldom."""
@@ -99,23 +100,16 @@ def frozen(value: Any, depth: int = 0) -> Hashable:
         return kind, id(value)
     if isinstance(value, (dict, list, tuple, deque, set, frozenset)):
         return _frozen_container(value, depth + 1)
-    if isinstance(value, functools._lru_cache_wrapper):
-        return kind, _Same(value), frozen([part for _, part in parts_of(value)], depth + 1)
-    if isinstance(value, functools.partial):
-        return kind, frozen(value.func), frozen(value.args, depth + 1), frozen(value.keywords, depth + 1)
+    if isinstance(value, (functools.partial, functools._lru_cache_wrapper, *_REFERENCES)):
+        is_made_anew = isinstance(value, (functools.partial, types.MappingProxyType, *VIEWS))
+        return kind, is_made_anew or _Same(value), *(frozen(part, depth + 1) for _, part in parts_of(value))
     if issubclass(kind, _NUMBERS_AND_TEXTS) and not issubclass(kind, enum.Enum):  # a class of its own
         base = next(base for base in _NUMBERS_AND_TEXTS if issubclass(kind, base))
         return kind, base.__repr__(value)
     if isinstance(value, (*_CALLABLES, *_OF_TORCH, enum.Enum, type)):
         return kind, _Same(value)
-    if isinstance(value, contextvars.ContextVar):
-        return kind, id(value), frozen(referent(value), depth + 1)
     if isinstance(value, (bytearray, array.array)):
         return kind, bytes(value)
-    if isinstance(value, VIEWS):
-        return kind, frozen(value.mapping, depth)
-    if isinstance(value, types.MappingProxyType):
-        return kind, frozen(dict(value), depth)
     # What is read of an object has places of its own, if its class can be watched.
     return (kind,) if is_watched(kind) and not isinstance(value, nn.Module) else (kind, _Same(value))
 
@@ -177,23 +171,22 @@ class _Same:
 
 def parts_of(value: Any) -> Iterator[tuple[tuple[str, str | int], Any]]:
     """Yields the parts of a container, each with the step that leads to it; nothing for other values."""
-    if isinstance(value, functools.partial):
-        yield ("get", "func"), value.func
-        yield ("get", "args"), value.args
-        yield ("get", "keywords"), value.keywords
+    # Copies, because the caller may change the container meanwhile.
+    if isinstance(value, (weakref.ref, *weakref.ProxyTypes, *_REFERENCES)):
+        if referent(value) is not MISSING:
+            yield ("referent", ""), referent(value)
+    elif isinstance(value, functools.partial):
+        yield from ((("get", name), getattr(value, name)) for name in ("func", "args", "keywords"))
     elif isinstance(value, dict):
-        # Copies, because the caller may change the container meanwhile.
         yield from ((("entry", at), part) for at, part in enumerate(copied(value).values()))
     elif isinstance(value, (set, frozenset)):
         yield from ((("member", at), part) for at, part in enumerate(tuple(value)))
-    elif isinstance(value, numpy.ndarray) and value.dtype.hasobject:
-        yield from ((("item", at), part) for at, part in enumerate(value.flat))
     elif isinstance(value, (list, tuple, deque)):
         yield from ((("item", at), part) for at, part in enumerate(tuple(value)))
+    elif isinstance(value, numpy.ndarray) and value.dtype.hasobject:
+        yield from ((("item", at), part) for at, part in enumerate(value.flat))
     elif isinstance(value, functools._lru_cache_wrapper):
         yield from ((("kept", at), part) for at, part in enumerate(kept_by(value)) if _is_changeable(part))
-    elif isinstance(value, contextvars.ContextVar) and referent(value) is not MISSING:
-        yield ("referent", ""), referent(value)
 
 
 def memory_of(tensor: torch.Tensor) -> Hashable:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ort_trainer.outside.recorder import Recorder
+from ort_trainer.outside.met import Met
 
 from .compare import BAD
 from .living import Case, compare, draw
@@ -199,7 +199,7 @@ def test_only_pytorch_takes_values_from_an_iterator(made: str) -> None:
 
 
 def test_a_mistake_of_the_package_is_no_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(Recorder, "_note_assigned")
+    monkeypatch.delattr(Met, "note_assigned")
     assert [compare(Case((), way=way)).kind for way in ("trainer", "module")] == ["raw error"] * 2
 
 
