@@ -111,8 +111,7 @@ format: setup
 quick: setup setup-stock
 	$(RUN) quick --since "$(SINCE)" $(if $(SEED),--seed $(SEED))
 
-# The gate, on both engines. Large parametrizations that the changes of a day can't affect are sampled by the commit;
-# SEED=... repeats the sample of another.
+# The gate, on both engines. The commit seeds the lots that choose tests; SEED=... repeats those of another.
 test: setup setup-stock
 	$(RUN) gate $(if $(SEED),--seed $(SEED))
 

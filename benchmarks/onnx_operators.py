@@ -24,8 +24,8 @@ sys.path.insert(0, str(ROOT))
 from versions import versions  # noqa: E402
 
 from ort_trainer.core.errors import ExportError  # noqa: E402
-from ort_trainer.export.onnx import OnnxModule  # noqa: E402
-from tests.export.onnx.node_tests import (  # noqa: E402
+from ort_trainer.onnx.module import OnnxModule  # noqa: E402
+from tests.onnx.node_tests import (  # noqa: E402
     LEFT_OUT,
     Case,
     NotCompared,

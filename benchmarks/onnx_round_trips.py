@@ -17,7 +17,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from tests.export.onnx.round_trips import CASES, EXPORTERS, round_trip  # noqa: E402
+from tests.onnx.round_trips import CASES, EXPORTERS, round_trip  # noqa: E402
 
 PAGE = ROOT / "docs" / "onnx_models.md"
 MARKS = ("<!-- make onnx-round-trips: generated -->", "<!-- end of onnx-round-trips -->")

@@ -17,7 +17,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from tests.export.torch.against_pytorch import Call  # noqa: E402
+from tests.export.against_pytorch import Call  # noqa: E402
 
 if "expecttest" not in sys.modules:
     # PyTorch's test utilities import it, but the samples do not use it.

@@ -90,7 +90,7 @@ class Inspection:
         import torch
         from operator_samples import EDGES, edge_values, open_question
 
-        from tests.export.torch.against_pytorch import Comparison, difference
+        from tests.export.against_pytorch import Comparison, difference
 
         comparison = Comparison([call for _, call in calls])
         for edge in ("", *EDGES):
@@ -125,7 +125,7 @@ class Inspection:
 
 
 def _outcome(error: Exception) -> str:
-    from tests.export.torch.against_pytorch import NotComparable
+    from tests.export.against_pytorch import NotComparable
 
     if isinstance(error, NotComparable):
         return SKIPPED

@@ -2,7 +2,7 @@
 
     python benchmarks/recompilations.py
 
-Each of the random programs of ``tests/export/torch/outside/programs.py`` reads a setting that changes after the second
+Each of the random programs of ``tests/outside/programs.py`` reads a setting that changes after the second
 of five steps, or leaves a value in each, in one of 68 kinds of places. It trains in a trainer, in an ``ORTModule``,
 and compiled by Dynamo with a backend that runs its graphs as they are. Where Dynamo breaks the model's graph, it
 compiles several parts in a step: each step in which it compiles counts once.
@@ -24,7 +24,7 @@ import torch.nn.functional as F
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from ort_trainer import ORTModule, ORTTrainer, ORTTrainerOptions, optim
-from tests.export.torch.outside.programs import KINDS, in_a_loop, programs, trained
+from tests.outside.programs import KINDS, in_a_loop, programs, trained
 
 COLUMNS = ("Dynamo", "trainer", "ORTModule")
 

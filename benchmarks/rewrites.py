@@ -30,7 +30,7 @@ from versions import ENGINES, versions
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "benchmarks.md"
 PACKAGES = ("torch", *ENGINES, "transformers")
 EVERYTHING = "everything"
-REWRITES = "ort_trainer.export.torch.lower.programs.rewrites"
+REWRITES = "ort_trainer.kernels.programs.rewrites"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +74,7 @@ def leave_out_before(name: str, *names: str) -> None:
 
 def without_reuse() -> None:
     """Allocates separate memory for every result."""
-    replace("ort_trainer.export.torch.lower.programs.encode", "find_reuse", lambda node, is_free: None)
+    replace("ort_trainer.kernels.programs.encode", "find_reuse", lambda node, is_free: None)
 
 
 def without_kept_memory() -> None:

@@ -8,9 +8,9 @@ if TYPE_CHECKING:
     from .adapters.quantize import quantize
     from .compat.training_session import TrainingParameters, TrainingSession
     from .core.errors import CheckpointError, DistributedError, ExportError, ValueBranchError, VerificationError
-    from .export.torch import register_operator
-    from .export.user_operators import register_onnx_operator
+    from .fx.operator_table import register_operator
     from .module import ORTModule
+    from .onnx.user_operators import register_onnx_operator
     from .optim.step_info import TrainStepInfo
     from .options import ORTTrainerOptions
     from .runs import CheckpointManager, Position, StopSignals
@@ -60,8 +60,8 @@ _PLACES = {
     "VerificationError": "core.errors",
     "quantize": "adapters.quantize",
     "read_user_dict": "state",
-    "register_onnx_operator": "export.user_operators",
-    "register_operator": "export.torch",
+    "register_onnx_operator": "onnx.user_operators",
+    "register_operator": "fx.operator_table",
 }
 _MISSING = """ort_trainer.{name} needs {package}, which is not installed. Install it{how}
 Without it, only ort_trainer.api works, which trains from exported artifacts."""

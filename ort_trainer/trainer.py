@@ -12,17 +12,17 @@ import torch
 from torch import nn
 
 from .amp import LossScaler
+from .capture.step_module import LossFunction
 from .core.errors import CheckpointError, shown
 from .core.report import Report
 from .core.unknown import explains_calls, meant
 from .distributed import launch
 from .engine.ort import require_onnx
-from .export import loss_function
-from .export.torch import LossFunction
 from .optim import OptimizerConfig
 from .optim.step_info import TrainStepInfo
 from .options import ModelDescription, OptionsDict, ORTTrainerOptions
 from .profiling import Profile
+from .sources import loss_function
 from .state import PathOrFile, load_checkpoint_file, save_checkpoint_file
 from .state.state_dict import to_state_dict
 from .train import state, tensors
@@ -36,8 +36,8 @@ from .train.two_step import TwoStepSession
 if TYPE_CHECKING:
     import onnx
 
-    from .export.onnx import OnnxModel
     from .fit import Callback, Checkpoints, FitState, ManagedCheckpoints
+    from .onnx.load import OnnxModel
     from .runs import CheckpointManager
 
 # What other libraries call the arguments.

@@ -40,10 +40,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Adds the options that ``tests/harness/run.py`` uses; a run from the command line needs none of them."""
     group = parser.getgroup("ort_trainer")
-    group.addoption(
-        "--gate", action="store_true", help="of large parametrizations run a sample, or all that is affected"
-    )
-    group.addoption("--affected", metavar="FILE", help="what a change can affect: run it, or with --gate all of it")
+    group.addoption("--gate", action="store_true", help="run tests by lot, and what a change certainly affects")
+    group.addoption("--affected", metavar="FILE", help="what a change can affect")
     group.addoption("--seed", default="", help="draws the sample")
     group.addoption("--until", type=float, metavar="TIME", help="skip what begins later, in seconds since 1970")
     group.addoption("--isolated", action="store_true", help="run exports in child processes, as users do")
@@ -89,7 +87,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     seed, affected = config.getoption("seed"), _affected(config)
     known = {item.nodeid: item for item in items}
     if config.getoption("gate"):
-        names = choose.gate(list(known), seed, choose.Measured.read(), affected)
+        names = choose.gate(list(known), seed, choose.Measured.read(), affected.certain if affected else ())
     elif affected is not None:
         names = affected.chosen(list(known), seed, choose.Measured.read())
     else:

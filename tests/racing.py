@@ -18,8 +18,8 @@ def fix_race(monkeypatch: pytest.MonkeyPatch, cache: Path, loops_win: bool) -> N
     monkeypatch.setenv("ORT_TRAINER_CACHE", str(cache))
     monkeypatch.delenv("ORT_TRAINER_EXPORT_IN_PROCESS", raising=False)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1}, raising=False)
-    monkeypatch.setattr("ort_trainer.export.torch.compile_later._NICENESS", 0)
+    monkeypatch.setattr("ort_trainer.export.compile_later._NICENESS", 0)
     if not loops_win:  # then the rival may be anything, and what needs no compiler is ready sooner
-        monkeypatch.setattr("ort_trainer.export.torch.lower.loops.kernels.FastestKernels.rival", "pytorch")
+        monkeypatch.setattr("ort_trainer.kernels.loops.kind.FastestKernels.rival", "pytorch")
     monkeypatch.setattr("ort_trainer.engine.turns._FASTER", 1e9 if loops_win else 0.0)
     monkeypatch.setattr("ort_trainer.engine.turns._MOST_RUNS", 7)

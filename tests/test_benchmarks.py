@@ -26,7 +26,7 @@ def _path(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def rewrites() -> Iterator[ModuleType]:
     """Yields the script, and restores the package's modules after it has disabled something."""
-    kernels = "ort_trainer.export.torch.lower.programs"
+    kernels = "ort_trainer.kernels.programs"
     names = (f"{kernels}.rewrites", f"{kernels}.encode", "ort_trainer.engine.programs.runner")
     modules = [importlib.import_module(name) for name in names]
     known = [dict(vars(module)) for module in modules]
@@ -46,7 +46,7 @@ def test_every_lever_can_be_switched_off(rewrites: ModuleType) -> None:
         assert (lever.switch_off is None) == bool(lever.utils)
         if lever.switch_off is not None:
             lever.switch_off()
-    package = importlib.import_module("ort_trainer.export.torch.lower.programs.rewrites")
+    package = importlib.import_module("ort_trainer.kernels.programs.rewrites")
     assert package._REWRITES == ()
 
 

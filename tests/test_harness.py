@@ -15,47 +15,35 @@ from typing import Any
 import pytest
 
 from . import processes
-from .harness import choose, contexts, import_map, record, report, run
+from .harness import choose, contexts, import_map, record, report
 from .harness.choose import Affected, Measured
 from .harness.import_map import PACKAGE, ROOT, TESTS
 from .harness.step import STOCK, Step, pytest_step
 
-LARGE = [f"tests/test_a.py::test_large[{number}]" for number in range(40)]
-SMALL = [f"tests/test_a.py::test_small[{number}]" for number in range(40)]
-ALL = [*LARGE, *SMALL, "tests/test_b.py::test_one", "tests/test_c.py::test_few[x]", "tests/test_c.py::test_few[y]"]
+LONG = [f"tests/test_a.py::test_long[{number}]" for number in range(40)]
+SHORT = [f"tests/test_a.py::test_short[{number}]" for number in range(40)]
+ALL = [*LONG, *SHORT, "tests/test_b.py::test_one", "tests/test_c.py::test_few[x]", "tests/test_c.py::test_few[y]"]
 MEASURED = Measured(
-    large={"tests/test_a.py::test_large": 60.0, "tests/test_c.py::test_few": 2.0},
-    always=frozenset(LARGE[:1]),
-    reach={"ort_trainer/optim/rules/adam.py": [LARGE[7], "tests/test_b.py::test_one"]},
+    seconds={"tests/test_a.py::test_long": 4.0},
+    reach={"ort_trainer/optim/rules/adam.py": [LONG[7], "tests/test_b.py::test_one"]},
 )
 
 
-def test_the_gate_samples_large_parametrizations_alone() -> None:
-    runs = [choose.gate(ALL, str(seed), MEASURED) for seed in range(30)]
+def test_the_gate_draws_long_tests_by_lot() -> None:
+    runs = [choose.gate(ALL, str(seed), MEASURED) for seed in range(60)]
     for chosen in runs:
         assert chosen == [test for test in ALL if test in chosen]
-        assert {choose.function_of(test) for test in chosen} == {choose.function_of(test) for test in ALL}
-        assert {*SMALL, LARGE[0], "tests/test_b.py::test_one"} <= set(chosen)
-        assert 1 <= len([test for test in chosen if "large" in test]) < 25
-    assert len(set(map(tuple, runs))) > 20 and choose.gate(ALL, "1", MEASURED) == runs[1]
-    # A week of commits runs all of them.
+        assert {*SHORT, "tests/test_b.py::test_one"} <= set(chosen)
+    assert len(set(map(tuple, runs))) > 40 and choose.gate(ALL, "1", MEASURED) == runs[1]
     assert set().union(*runs) == set(ALL)
+    share = sum(len(set(chosen) & set(LONG)) for chosen in runs) / (len(runs) * len(LONG))
+    assert share == pytest.approx(choose.LOT / 2, rel=0.15)
 
 
-def test_the_gate_samples_nothing_that_a_change_can_affect() -> None:
-    for changed in ("ort_trainer/optim/rules/adam.py", "tests/test_a.py"):
-        affected = Affected.by([changed], [], MEASURED)
-        assert choose.gate(ALL, "1", MEASURED, affected)[: len(LARGE)] == LARGE
-    elsewhere = Affected.by(["ort_trainer/trainer.py"], [], MEASURED)
-    assert choose.gate(ALL, "1", MEASURED, elsewhere) == choose.gate(ALL, "1", MEASURED)
-
-
-def test_without_history_the_gate_samples_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for base, samples in (("HEAD", True), ("", False)):
-        monkeypatch.setattr(choose, "recent_base", lambda base=base: base)
-        monkeypatch.setattr(choose, "changed_files", lambda since="": ["tests/test_a.py"])
-        steps = [step for step in run.gate(tmp_path, SimpleNamespace(seed="1")) if "pytest" in step.command]
-        assert [("--gate" in step.command, "--affected" in step.command) for step in steps] == [(samples, samples)] * 2
+def test_the_gate_runs_what_a_change_certainly_affects() -> None:
+    affected = Affected.by(["ort_trainer/optim/rules/adam.py"], [], MEASURED)
+    for seed in range(9):
+        assert LONG[7] in choose.gate(ALL, str(seed), MEASURED, affected.certain)
 
 
 def test_recent_changes_are_those_of_a_day_before_the_commit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -74,19 +62,17 @@ def test_recent_changes_are_those_of_a_day_before_the_commit(monkeypatch: pytest
 
 
 def test_quick_runs_what_reaches_a_change_first_and_then_one_case_of_each_function() -> None:
-    affected = Affected.by(["ort_trainer/optim/rules/adam.py"], [SMALL[3]], MEASURED)
+    affected = Affected.by(["ort_trainer/optim/rules/adam.py"], [SHORT[3]], MEASURED)
     chosen = affected.chosen(ALL, "1", MEASURED)
-    certain = {LARGE[7], "tests/test_b.py::test_one", SMALL[3]}
+    certain = {LONG[7], "tests/test_b.py::test_one", SHORT[3]}
     assert set(chosen[:3]) == certain and {choose.function_of(test) for test in ALL} == set(
         map(choose.function_of, chosen)
     )
     assert len(chosen) <= len(certain) + 4
-    assert chosen[0] == SMALL[3]
+    assert chosen[0] == SHORT[3]
     assert all((affected.rank(test) < 2) == (test in certain) for test in ALL)
     # The stock engine runs only its own tests, without tests that no longer exist.
-    assert Affected(frozenset([LARGE[7], "tests/gone.py::test_x"]), fills=False).chosen(ALL, "1", MEASURED) == [
-        LARGE[7]
-    ]
+    assert Affected(frozenset([LONG[7], "tests/gone.py::test_x"]), fills=False).chosen(ALL, "1", MEASURED) == [LONG[7]]
 
 
 def test_near_files_come_first() -> None:
@@ -98,7 +84,7 @@ def test_near_files_come_first() -> None:
 @pytest.mark.parametrize(
     ("changed", "certain"),
     [
-        ("tests/test_a.py", "tests/test_a.py::test_small[1]"),
+        ("tests/test_a.py", "tests/test_a.py::test_short[1]"),
         ("docs/reference/names.md", "tests/test_docs.py::test_links_resolve[docs/reference/names.md]"),
         ("schemas/trainer_options.json", "tests/options/test_options.py::test_x"),
         ("examples/digits.py", "tests/test_examples.py::test_digits"),
@@ -148,7 +134,7 @@ def test_dependents_have_their_distance() -> None:
 def test_what_was_measured_is_of_these_tests() -> None:
     """A small part may be outdated; if this fails, run ``make reach`` to measure again."""
     measured = Measured.read()
-    tests = {*measured.always, *measured.large}.union(*measured.reach.values(), *measured.reach_on_stock.values())
+    tests = set(measured.seconds).union(*measured.reach.values(), *measured.reach_on_stock.values())
     functions = {choose.function_of(test) for test in tests}
     known = {f"{p.relative_to(ROOT)}::{node.name}" for p in TESTS.rglob("test_*.py") for node in _functions(p)}
     assert len(functions - known) <= 0.05 * len(functions), sorted(functions - known)

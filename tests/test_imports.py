@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from ort_trainer.export import cache
+from ort_trainer.step import cache
 
 from .harness.import_map import FILES, PACKAGE, circular, closure, room, rooms_imported, tree
-from .harness.import_map import imported as files_imported
 
 # Every room, with the rooms that it may import from: those upstream in the data flow.
 ALLOWED = {
@@ -30,31 +29,44 @@ ALLOWED = {
     # Needs no torch; of the engine it uses only what needs none either. Models of onnxruntime-training are converted,
     # which needs torch and is imported when such a model is loaded.
     "api": {"artifacts", "core", "engine", "state", "step", "upstream"},
-    "export": {"core", "engine", "optim", "options", "step"},
-    "train": {"amp", "core", "engine", "export", "optim", "options", "profiling", "state", "step"},
-    "distributed": {"core", "engine", "export", "optim", "options", "train"},
+    # How a model becomes a step, from the lowest room to the highest.
+    "fx": {"core", "engine", "options", "step"},
+    "outside": {"core", "fx"},
+    "capture": {"core", "engine", "fx", "options", "outside", "step"},
+    "guard": {"capture", "core", "engine", "outside"},
+    "graph": {"capture", "core", "engine", "fx", "options", "outside", "step"},
+    "operators": {"core", "engine", "fx", "graph"},
+    "kernels": {"capture", "core", "engine", "fx", "graph", "operators", "step"},
+    "export": {"capture", "core", "engine", "fx", "graph", "guard", "kernels", "operators", "optim", "options"}
+    | {"outside", "step"},
+    "onnx": {"capture", "core", "export", "guard", "optim", "options", "step"},
+    "sources": {"capture", "core", "engine", "export", "onnx", "optim", "options"},
+    "train": {"amp", "capture", "core", "engine", "export", "optim", "options", "profiling", "state", "step"},
+    "distributed": {"capture", "core", "engine", "optim", "options", "sources", "train"},
     "runs": {"core", "optim", "options", "state", "train"},
     "fit": {"core", "runs"},
-    "module": {"core", "engine", "export", "options", "step"},
+    "module": {"capture", "core", "engine", "export", "fx", "guard", "kernels", "options", "outside", "step"},
     # The trainer imports it lazily for exports.
-    "artifacts": {"core", "distributed", "engine", "export", "optim", "options", "state", "step", "train", "upstream"},
-    "trainer": {"amp", "artifacts", "core", "distributed", "engine", "export", "fit", "optim", "options", "profiling"}
-    | {"runs", "state", "train"},
-    "adapters": {"core", "export", "step", "train", "trainer"},
+    "artifacts": {"capture", "core", "distributed", "engine", "onnx", "optim", "options", "sources", "state", "step"}
+    | {"train", "upstream"},
+    "trainer": {"amp", "artifacts", "capture", "core", "distributed", "engine", "fit", "onnx", "optim", "options"}
+    | {"profiling", "runs", "sources", "state", "train"},
+    "adapters": {"core", "onnx", "step", "train", "trainer"},
     "integrations": {"core", "module", "options"},
     # Each command imports what it needs when it runs; inspecting checkpoints of exports needs no PyTorch.
-    "cli": {"artifacts", "core", "engine", "export", "options", "state", "step", "upstream"},
+    "cli": {"artifacts", "core", "engine", "options", "state", "step", "upstream"},
     "__main__": {"cli"},
     # It imports the public names with ``import ort_trainer``; nothing else may do that, or import compat.
-    "compat": {"amp", "api", "artifacts", "core", "engine", "export", "optim", "options", "state", "step", "train"}
-    | {"trainer"},
+    "compat": {"amp", "api", "artifacts", "capture", "core", "engine", "export", "onnx", "optim", "options", "state"}
+    | {"step", "train", "trainer"},
     "__init__": {
         "adapters",
         "amp",
         "compat",
         "core",
-        "export",
+        "fx",
         "module",
+        "onnx",
         "optim",
         "options",
         "runs",
@@ -68,7 +80,7 @@ def test_kinds_of_kernels_are_compared_in_one_place() -> None:
     """What differs between them is a method of ``graph/kernels.py``."""
     names = {"pytorch", "compiled", "onnxruntime"}
     for path in FILES:
-        if path.is_relative_to(PACKAGE / "export" / "torch" / "lower"):
+        if path.is_relative_to(PACKAGE / "kernels"):
             continue
         for node in ast.walk(tree(path)):
             if not isinstance(node, ast.Compare):
@@ -96,38 +108,6 @@ def test_no_room_depends_on_itself_through_others() -> None:
     assert {name for name, rooms in known.items() if name in rooms} == set()
 
 
-# The floors of export/torch, lowest first; a floor imports only those below. A stage is a folder or a file.
-FLOORS = (
-    {"fx", "operators/registry.py", "operators/autocast.py", "differences.py", "verification.py"},
-    {"outside"},
-    {"capture"},
-    {"guard", "graph"},
-    {"operators", "lower"},
-    {"assemble.py", "origins.py", "dynamo.py"},
-    {"export.py"},
-    {"self_check.py", "compile_later.py"},
-    {"builder.py"},
-    {"model.py", "__init__.py"},
-)
-
-
-def floor(path: Path) -> int:
-    """Returns the floor of a file of export/torch."""
-    name = path.relative_to(PACKAGE / "export" / "torch")
-    own = next((at for at, names in enumerate(FLOORS) if str(name) in names), None)
-    return next(at for at, names in enumerate(FLOORS) if name.parts[0] in names) if own is None else own
-
-
-@pytest.mark.parametrize(
-    "path", [path for path in FILES if path.is_relative_to(PACKAGE / "export" / "torch")], ids=lambda p: p.stem
-)
-def test_floors_of_the_exporter(path: Path) -> None:
-    """Imports for type checkers count."""
-    exporter = PACKAGE / "export" / "torch"
-    used = [other for other in files_imported(path, checkers=True) if other.is_relative_to(exporter)]
-    assert not [other for other in used if floor(other) > floor(path)]
-
-
 def test_no_file_imports_itself_through_others() -> None:
     """Imports inside functions and for type checkers count."""
     assert not circular()
@@ -142,9 +122,9 @@ def test_only_compat_uses_the_package_from_outside() -> None:
 @pytest.mark.parametrize(
     ("library", "places"),
     [
-        ("torch.onnx", {"export/torch/lower/onnx/translate.py"}),
-        ("torch._functorch", {"export/torch/graph/differentiate.py"}),
-        ("torch.export", {"export/torch/lower/onnx/translate.py"}),
+        ("torch.onnx", {"kernels/onnxruntime/translate.py"}),
+        ("torch._functorch", {"graph/differentiate.py"}),
+        ("torch.export", {"kernels/onnxruntime/translate.py"}),
         ("onnxruntime", {"engine/ort.py"}),
         ("xxhash", {"core/sealed.py"}),
         ("cerberus", {"options/schema.py"}),
@@ -190,8 +170,9 @@ PRIVATE_PARTS_OF_TORCH = {
 
 def test_private_parts_of_torch_are_used_in_one_room() -> None:
     """They are what ``torch_versions.py`` warns of."""
+    exporter = {"capture", "export", "fx", "graph", "guard", "kernels", "operators", "outside"}
     private = {str(path.relative_to(PACKAGE)): private_parts_of_torch(path) for path in FILES}
-    outside = {name: parts for name, parts in private.items() if parts and not name.startswith("export/torch/")}
+    outside = {name: parts for name, parts in private.items() if parts and name.partition("/")[0] not in exporter}
     assert outside == PRIVATE_PARTS_OF_TORCH
 
 
@@ -264,7 +245,7 @@ def test_importing_the_package_imports_nothing_else() -> None:
 def test_the_package_imports_nothing_heavy_but_torch() -> None:
     program = f"""{USES_THE_PACKAGE}
 import sys
-heavy = ('ort_trainer.export.torch.export', 'ort_trainer.export.onnx', 'onnxscript', 'onnx_ir', 'onnx')
+heavy = ('ort_trainer.export.export', 'ort_trainer.onnx.load', 'onnxscript', 'onnx_ir', 'onnx')
 print([m for m in (*heavy, 'onnxruntime', 'sympy') if m in sys.modules])
 """
     assert run(program) == "[]"
@@ -287,16 +268,16 @@ def test_a_capture_does_not_import_the_translator() -> None:
     """Everything up to differentiation works without onnxscript, whose import takes a second."""
     program = """if True:
         import sys
-        from ort_trainer.export.torch.capture import capture
-        from ort_trainer.export.torch.graph import differentiate, random_inputs
-        from ort_trainer.export.torch.operators import registry
-        assert registry.composites() and registry.replacements() and registry.random_operators()
-        print([m for m in ('ort_trainer.export.torch.lower.onnx.translate', 'onnxscript') if m in sys.modules])
+        from ort_trainer.capture import capture
+        from ort_trainer.graph import differentiate, random_inputs
+        from ort_trainer.fx import operator_table
+        assert operator_table.composites() and operator_table.replacements() and operator_table.random_operators()
+        print([m for m in ('ort_trainer.kernels.onnxruntime.translate', 'onnxscript') if m in sys.modules])
     """
     assert run(program) == "[]"
 
 
 def test_the_key_of_an_export_covers_what_an_export_depends_on() -> None:
     """These are the rooms that its code imports, directly or indirectly."""
-    used = closure([PACKAGE / "export" / "torch" / "builder.py"])
+    used = closure([PACKAGE / "export" / "builder.py"])
     assert {room(path) for path in used} == set(cache._ROOMS)

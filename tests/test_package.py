@@ -15,7 +15,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from ort_trainer import __version__
-from ort_trainer.export.torch.capture.torch_versions import TESTED
+from ort_trainer.capture.torch_versions import TESTED
 
 ROOT = Path(__file__).resolve().parent.parent
 

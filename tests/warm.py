@@ -12,8 +12,8 @@ import torch
 import torch.distributed
 
 from ort_trainer import ORTTrainer  # noqa: F401
-from ort_trainer.export.torch import assemble, export  # noqa: F401
-from ort_trainer.export.torch.lower.onnx.translate import decomposition_table
+from ort_trainer.export import assemble, export  # noqa: F401
+from ort_trainer.kernels.onnxruntime.translate import decomposition_table
 
 from .harness.contexts import follow_forks
 

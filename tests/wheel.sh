@@ -11,7 +11,7 @@ TESTS=(
   tests/cli
   tests/compat/test_install.py
   tests/compat/test_scripts.py
-  tests/export/test_cache.py
+  tests/step/test_cache.py
   tests/fit/test_shows.py
   tests/golden
   tests/integrations/test_transformers.py

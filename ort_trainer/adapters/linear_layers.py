@@ -10,7 +10,7 @@ import numpy as np
 import onnx_ir as ir
 
 from ..core.sealed import digest
-from ..export.onnx import FOLDED_FROM, float_name
+from ..onnx.load import FOLDED_FROM, float_name
 from ..step.names import Names
 from ..step.onnx_file import corruption_reported
 

@@ -16,7 +16,7 @@ import torch
 
 from ..core.errors import ExportError, shown
 from ..core.unknown import nearest
-from ..export.onnx import OnnxModel
+from ..onnx.load import OnnxModel
 from ..step.emitter import Emitter
 from ..step.names import Names
 from ..step.onnx_file import WEIGHTS, recorded_weights

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ..core.errors import shown
-from ..export.onnx.source import OnnxSource
+from ..onnx.source import OnnxSource
 from ..step.onnx_file import to_proto
 from ..train.onnx_files import current_model
 from ..trainer import ORTTrainer

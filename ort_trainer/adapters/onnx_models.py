@@ -13,8 +13,8 @@ import onnx_ir.passes.common as common_passes
 import torch
 
 from ..core.errors import was_given
-from ..export.onnx import OnnxModel, load_onnx_model
-from ..export.onnx.write import with_weights
+from ..onnx.load import OnnxModel, load_onnx_model
+from ..onnx.write import with_weights
 from ..step.names import Names
 from ..step.onnx_file import corruption_reported
 

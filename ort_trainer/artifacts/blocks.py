@@ -13,7 +13,7 @@ import onnx
 import onnx_ir as ir
 
 from ..core.errors import shown
-from ..export.onnx import known_shapes
+from ..onnx.shapes import known_shapes
 from ..optim import AdamConfig, OptimizerConfig, SGDConfig
 
 _PACKAGE = ".onnxblock"

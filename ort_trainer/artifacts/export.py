@@ -11,10 +11,10 @@ from typing import Any
 import onnx_ir as ir
 import torch
 
+from ..capture.borrow import BORROWED
 from ..core.errors import shown
 from ..core.quantized import check_kind
 from ..engine.ownership import shared_groups
-from ..export import BORROWED
 from ..optim import lr_scheduler
 from ..state.devices import for_device
 from ..state.state import State

@@ -18,12 +18,14 @@ import torch
 from ..core.errors import ExportError
 from ..core.foreign import UPSTREAM
 from ..core.indices import IndexRange
-from ..export import model_source
-from ..export.onnx import describe_onnx, infer_shapes, known_shapes, load_onnx_model
+from ..onnx.describe import describe_onnx
+from ..onnx.load import load_onnx_model
+from ..onnx.shapes import infer_shapes, known_shapes
 from ..optim import AdamConfig, OptimizerConfig, SGDConfig
 from ..optim.rule import RULES
 from ..optim.update_writer import ParameterUpdate
 from ..options import ORTTrainerOptions
+from ..sources import model_source
 from ..state.state import Array
 from ..step import Step, TensorSpec
 from ..step.onnx_file import WEIGHTS

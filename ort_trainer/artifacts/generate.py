@@ -15,9 +15,9 @@ from torch.nn import functional as F
 
 from ..core.errors import shown, was_given
 from ..distributed import launch
-from ..export import loss_function
 from ..optim import AdamConfig, OptimizerConfig, SGDConfig
 from ..options import OptionsDict, ORTTrainerOptions
+from ..sources import loss_function
 from .kinds import LossType, OptimType
 
 _LOSSES = {

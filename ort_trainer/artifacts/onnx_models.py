@@ -11,8 +11,10 @@ import onnx
 import onnx_ir as ir
 import torch
 
-from ..export.onnx import OnnxModel, describe_onnx, infer_shapes, known_shapes, load_onnx_model
-from ..export.torch import LossFunction
+from ..capture.step_module import LossFunction
+from ..onnx.describe import describe_onnx
+from ..onnx.load import OnnxModel, load_onnx_model
+from ..onnx.shapes import infer_shapes, known_shapes
 
 _CROSS_ENTROPY = "CrossEntropyLoss"
 

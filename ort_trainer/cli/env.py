@@ -190,7 +190,7 @@ def _processors() -> dict[str, Any]:
 
 
 def _cache() -> dict[str, Any] | str:
-    from ..export.cache import export_cache
+    from ..step.cache import export_cache
 
     cache = export_cache()
     if cache is None:

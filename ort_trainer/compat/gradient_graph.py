@@ -14,12 +14,13 @@ import onnx_ir.passes.common as common_passes
 import torch
 from torch import nn
 
+from ..capture.call import CallDescription, ExportedCall
 from ..core.atomic import atomic_path
 from ..core.errors import ExportError, shown
-from ..export.onnx import OnnxModule, describe_onnx, load_onnx_model
-from ..export.onnx.describe import input_dtypes
-from ..export.torch import GraphBuilder
-from ..export.torch.capture.call import CallDescription, ExportedCall
+from ..export.builder import GraphBuilder
+from ..onnx.describe import describe_onnx, input_dtypes
+from ..onnx.load import load_onnx_model
+from ..onnx.module import OnnxModule
 from ..step import Step, TensorSpec
 from ..step.onnx_file import to_proto
 from ..step.prune import prune

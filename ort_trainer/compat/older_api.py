@@ -19,7 +19,7 @@ from ..core.errors import shown
 from ..core.interrupts import uninterrupted
 from ..core.signatures import signature_of
 from ..engine import Plan
-from ..export.onnx import OnnxModel, load_onnx_model
+from ..onnx.load import OnnxModel, load_onnx_model
 from ..optim.rules import CONFIGS
 from ..train.batch import Batch
 from ..train.transaction import Transaction

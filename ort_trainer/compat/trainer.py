@@ -13,7 +13,7 @@ from torch import nn
 
 import ort_trainer
 
-from ..export.onnx import OnnxModel
+from ..onnx.load import OnnxModel
 from ..options import ModelDescription, OptionsDict
 from ..train.onnx_files import onnx_model
 from ..train.transaction import in_transaction

@@ -12,14 +12,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 import torch
 import torch.distributed as dist
 
+from ..capture.borrow import BORROWED
+from ..capture.step_module import LossFunction
 from ..core.errors import DistributedError, was_given
 from ..engine.devices import resolve_device
 from ..engine.ort import check_engine
-from ..export import BORROWED, model_source
-from ..export.torch import LossFunction
 from ..optim import OptimizerConfig, rules
 from ..optim.torch_optimizer import TorchOptimizerConfig
 from ..options import OptionsDict, ORTTrainerOptions
+from ..sources import model_source
 from ..train.loop import TrainingLoop
 from ..train.precision import fast_dtype
 from ..train.strategy import Strategy

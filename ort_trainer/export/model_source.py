@@ -9,20 +9,20 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from ..capture.nested import Layout
 from ..core.errors import shown, warn
-from ..engine.ownership import own_copies
+from ..guard.guard import nothing_to_train
+from ..guard.memory import ModelMemory, Named
 from ..optim import OptimizerConfig
 from ..options import ModelDescription, ORTTrainerOptions
 from ..step import RandomInput, Step
-from .nested import Layout
 
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-    from .torch.capture.eager import EagerStep
-    from .torch.compile_later import Compilation
+    from ..capture.eager import EagerStep
+    from .compile_later import Compilation
 
-Named = Mapping[str, torch.Tensor]
 Layouts = Sequence[tuple[str, Layout]]
 
 
@@ -46,7 +46,7 @@ class Builder(Protocol):
         ...
 
     def compile_later(self, batch: Named, fetched: Sequence[str], step: Step) -> Compilation | None:
-        """Begins to compile a training graph for other kernels; see ``export/torch/builder.py``."""
+        """Begins to compile a training graph for other kernels; see ``export/builder.py``."""
         ...
 
     def reference(self, batch: Named, tensors: Named) -> tuple[Sequence[torch.Tensor], float]:
@@ -66,7 +66,7 @@ class Builder(Protocol):
         shake: int | None = None,
         memory: float = math.inf,
     ) -> EagerStep:
-        """Returns the results of a training step of the model itself; see ``export/torch/capture/eager.py``."""
+        """Returns the results of a training step of the model itself; see ``capture/eager.py``."""
         ...
 
 
@@ -237,73 +237,6 @@ class ModelSource(ABC):
         Raises:
             ValueError: If the description does not fit the model.
         """
-
-
-class ModelMemory:
-    """The tensors that a trainer works on: by default, copies of the model's.
-
-    Args:
-        source: The model.
-    """
-
-    def __init__(self, source: ModelSource) -> None:
-        self._source = source
-
-    def adopt(self, device: torch.device) -> Named:
-        """Returns the parameters and buffers that the trainer works on, by canonical name.
-
-        Args:
-            device: The device for the tensors.
-        """
-        parameters = self._source.parameters
-        return own_copies({**parameters, **self._source.buffers}, parameters, device)
-
-    def take_changes(self) -> Named:
-        """Picks up changes to the model itself, if the trainer works on the model's tensors.
-
-        Returns:
-            The tensors whose memory has changed, by canonical name, contiguous; usually none.
-
-        Raises:
-            RuntimeError: If a change is not supported.
-        """
-        return {}
-
-    def publish(self, names: Collection[str]) -> None:
-        """Updates the model's tensors from the trainer's, if it does not see the changes by itself.
-
-        Args:
-            names: Canonical names of the tensors that have changed.
-        """
-
-    def add_gradients(self, gradients: Named) -> None:
-        """Adds gradients to those of the model's parameters, as PyTorch's backward pass does.
-
-        Args:
-            gradients: New tensors by canonical name, which the model may keep.
-
-        Raises:
-            RuntimeError: If the trainer does not work on the model's tensors.
-        """
-        raise RuntimeError(
-            f"{self._source.name} can't receive gradients, because the trainer works on copies of its weights: use "
-            "train_step, or a PyTorch model without utils.share_weights=False"
-        )
-
-    def gradients(self) -> dict[str, torch.Tensor]:
-        """Returns the gradients of the model's trained parameters, by canonical name."""
-        return {}
-
-    def drop_gradients(self) -> None:
-        """Removes the gradients of the model's trained parameters."""
-
-
-def nothing_to_train(name: str) -> RuntimeError:
-    """Returns the error for a training step of a model without trained parameters."""
-    return RuntimeError(
-        f"{name} has no parameter to train: all have requires_grad=False or are in utils.frozen_weights. eval_step "
-        "still works"
-    )
 
 
 def check_names(names: Sequence[str], optim_config: OptimizerConfig, options: ORTTrainerOptions) -> None:

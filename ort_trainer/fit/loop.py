@@ -17,7 +17,7 @@ import torch
 from ..core.errors import CheckpointError, check_count, shown, was_given
 from ..core.interrupts import uninterrupted
 from ..runs import CheckpointManager, Position, StopSignals
-from ..runs.checks import check_place, entry, load_checked
+from ..runs.checks import anything, check_place, entry, load_checked
 from ..runs.position import length_of, own_place
 from ..runs.trainer import Trainer
 from .callbacks import Callback, Checkpoints, ManagedCheckpoints
@@ -333,12 +333,12 @@ class _Fit:
                 "the checkpoint was not saved by fit(), so it has no position to resume from: to start with its "
                 "weights, call trainer.load_checkpoint(path), then fit() without resume"
             )
-        others, callbacks = kept.get("others", []), entry(kept, "callbacks", lambda value, _: value, _KEY)
+        others, callbacks = kept.get("others", []), entry(kept, "callbacks", anything, _KEY)
         if not isinstance(others, list) or not isinstance(callbacks, Mapping):
             raise CheckpointError(f"the other processes and the callbacks of {_KEY!r} must be a list and a dict")
         entry(kept, "state", FitState.check_state, _KEY)
         for key in ("history", "used"):
-            entry(kept["state"], key, lambda value, _: value, f"{_KEY}['state']")
+            entry(kept["state"], key, anything, f"{_KEY}['state']")
         self.state.check_epochs(kept["state"])
         for at, place in enumerate([kept, *others]):
             entry(place, "state", FitState.check_state, f"the place {at} of {_KEY!r}")

@@ -21,10 +21,10 @@ from unittest import mock
 
 import torch
 
+from ..capture.nested import Layout, flatten, mapped, with_numbers_apart
 from ..core.errors import ExportError
 from ..engine.torch_memory import dense_order, put_back
-from ..export.nested import Layout, flatten, mapped, with_numbers_apart
-from ..export.torch.fx.explain import with_history
+from ..fx.explain import with_history
 
 _COLLECTIVES = f"{Path(torch.__file__).parent / 'distributed'}{os.sep}"
 _TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)

@@ -19,8 +19,8 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from ..core.errors import ExportError, IdleOptionError, ValueBranchError, shown, warn
 from ..engine.torch_memory import divided, freed_storages, sparse
-from ..export.torch.fx.explain import forward_line
-from ..export.torch.outside.output import output_watched
+from ..fx.explain import forward_line
+from ..outside.output import output_watched
 
 POLICIES = ("warn", "error")
 AT_RUN_TIME: tuple[type[Exception], ...] = (ValueBranchError,)

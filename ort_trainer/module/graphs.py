@@ -13,6 +13,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..capture.borrow import BORROWED, borrowed
+from ..capture.call import CallDescription, Entries, ExportedCall, with_entries
+from ..capture.describe import input_shapes
+from ..capture.eager import random_state_kept
+from ..capture.nested import Layout, flatten, rebuild, with_numbers_apart
+from ..capture.step_module import canonical_names
 from ..core.errors import ExportError
 from ..core.report import GraphRuns
 from ..core.signatures import signature_of
@@ -22,23 +28,17 @@ from ..engine.programs.runner import ProgramRunner
 from ..engine.runner import GraphRunner, SessionRunner
 from ..engine.torch_memory import TorchMemory, readable
 from ..engine.turns import Race
-from ..export.nested import Layout, flatten, rebuild, with_numbers_apart
-from ..export.torch import GraphBuilder
-from ..export.torch.capture.borrow import BORROWED, borrowed
-from ..export.torch.capture.call import CallDescription, Entries, ExportedCall, with_entries
-from ..export.torch.capture.describe import input_shapes
-from ..export.torch.capture.eager import random_state_kept
-from ..export.torch.capture.step_module import canonical_names
-from ..export.torch.compile_later import Compilation, Compilations
-from ..export.torch.guard import ModelChangedError, ModelWatch
-from ..export.torch.guard.reads import Reads, Root
-from ..export.torch.lower.kinds import choose, undetermined
-from ..export.torch.model import recompute_options
-from ..export.torch.outside.leftovers import decode, encode, numbers_in
-from ..export.torch.outside.notes import Notes
-from ..export.torch.outside.recorder import Pair, Recorder
+from ..export.builder import GraphBuilder
+from ..export.compile_later import Compilation, Compilations
+from ..export.model import recompute_options
+from ..guard.guard import ModelChangedError, ModelWatch
+from ..guard.reads import Reads, Root
+from ..kernels.kinds import choose, undetermined
 from ..options import ORTTrainerOptions
 from ..options.trainer_options import MINIMUM_OPSET
+from ..outside.leftovers import decode, encode, numbers_in
+from ..outside.notes import Notes
+from ..outside.recorder import Pair, Recorder
 from ..step import Step
 from .arguments import (
     Link,

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
+from ..capture.eager import random_state, set_random_state
 from ..core.errors import ValueBranchError
 from ..engine.programs.runner import PartialRun, ProgramRunner
 from ..engine.runner import GraphRunner, Kind, check_branches, check_failure, evaluated, with_probabilities
 from ..engine.torch_memory import TorchMemory, shaped
 from ..engine.turns import Lane, Race
-from ..export.torch.capture.eager import random_state, set_random_state
 from ..step import SIZES, Step
 
 _DDP: Any = torch.nn.parallel.DistributedDataParallel

@@ -13,10 +13,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..core.errors import VerificationError, warn
-from ..export.nested import flatten, rebuild
-from ..export.torch.capture.borrow import BORROWED, borrowed
-from ..export.torch.capture.eager import (
+from ..capture.borrow import BORROWED, borrowed
+from ..capture.differences import WHY_DIFFERENT, gradient_floor, not_run, report
+from ..capture.eager import (
     SavedTensors,
     coarsest,
     dropping_as,
@@ -28,11 +27,12 @@ from ..export.torch.capture.eager import (
     shaken,
     with_values,
 )
-from ..export.torch.differences import WHY_DIFFERENT, gradient_floor, not_run, report
-from ..export.torch.outside.leftovers import numbers_in
-from ..export.torch.outside.places import Place
-from ..export.torch.outside.recorder import Pair, Recorder
-from ..export.torch.verification import Verification, parts_of, repeating, spare_memory
+from ..capture.nested import flatten, rebuild
+from ..capture.verification import Verification, parts_of, repeating, spare_memory
+from ..core.errors import VerificationError, warn
+from ..outside.leftovers import numbers_in
+from ..outside.places import Place
+from ..outside.recorder import Pair, Recorder
 from .arguments import clone
 from .fallback import running
 from .graphs import Call, ExportedGraphs

@@ -33,6 +33,11 @@ def entry(values: Any, key: str, check: Callable[[Any, str], Any], where: str) -
     return check(values[key], f"{where}[{key!r}]")
 
 
+def anything(value: Any, where: str) -> Any:
+    """Returns a value of any kind."""
+    return value
+
+
 def whole(value: Any, where: str) -> int:
     """Returns a count."""
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < _LARGEST:
@@ -93,7 +98,7 @@ def check_place(place: Any, where: str, generators: Sequence[torch.Generator] | 
         if entry(order, "together", whole, f"{where}['order']") < 1:
             raise CheckpointError(f"{where}['order']['together'] must be at least 1")
     for key in ("random", "epoch_random"):
-        state = entry(place, key, lambda value, _: value, where)
+        state = entry(place, key, anything, where)
         # An additional process has none of an epoch, and one that loads a batch none of this moment.
         if state is not None if key == "random" else not isinstance(state, Mapping) or state:
             check_random(state, f"{where}[{key!r}]", generators)
@@ -111,7 +116,7 @@ def check_random(state: Any, where: str, generators: Sequence[torch.Generator] |
         CheckpointError: If a generator refuses it.
     """
     for key in ("torch", "numpy", "python", "loader"):
-        entry(state, key, lambda value, _: value, where)
+        entry(state, key, anything, where)
     if not isinstance(state["loader"], Sequence) or isinstance(state["loader"], str):
         raise CheckpointError(f"{where}['loader'] must be a list, but it is {shown(state['loader'])}")
     own = [torch.Generator(each.device) for each in generators or ()]

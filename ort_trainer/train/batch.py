@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..capture.nested import Layout, argument_of, default_layout, flatten
 from ..core.errors import shown
 from ..engine.torch_memory import in_order, order_of, readable
-from ..export.nested import Layout, argument_of, default_layout, flatten
 from ..options import InputDescription, ModelDescription
 
 _MASKED = "input {!r} is a masked array, whose mask would be lost: call filled(), and pass the mask as another input"

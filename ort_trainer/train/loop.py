@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from ..capture.borrow import BORROWED
 from ..core.errors import ValueBranchError, VerificationError
 from ..core.indices import check_indices
 from ..core.interrupts import uninterrupted
@@ -19,7 +20,7 @@ from ..core.pages import page
 from ..core.report import GraphRuns, Report, memory_of
 from ..core.threads import OneThread
 from ..engine import Check, Executor, Plan
-from ..export import BORROWED, ModelSource
+from ..export.model_source import ModelSource
 from ..optim import OptimizerConfig
 from ..optim.followed_update import FollowedUpdate
 from ..optim.parts import Named, global_norm

@@ -13,14 +13,14 @@ from typing import Any
 
 import torch
 
+from ..capture.eager import EagerStep
+from ..capture.nested import Layout, argument_of, constants_of, flatten, has_tensors
 from ..core.errors import shown
 from ..engine import Executor, Plan
 from ..engine.memory import return_freed_memory
 from ..engine.ort import require_engine, require_onnx
-from ..export import Builder, ModelSource
-from ..export.nested import Layout, argument_of, constants_of, flatten, has_tensors
-from ..export.torch.capture.eager import EagerStep
-from ..export.torch.compile_later import Compilation, Compilations
+from ..export.compile_later import Compilation, Compilations
+from ..export.model_source import Builder, ModelSource
 from ..options import ModelDescription
 from ..step import RandomInput, Step
 from .batch import Batch, InputTypeError, check_batch, read_batch, to_tensor, unpack
@@ -288,7 +288,7 @@ class StepGraphs:
         shake: int | None = None,
         memory: float = math.inf,
     ) -> EagerStep:
-        """Returns PyTorch's own results of a training step; see ``export/torch/capture/eager.py``."""
+        """Returns PyTorch's own results of a training step; see ``capture/eager.py``."""
         tensors = {**executor.parameters, **executor.buffers}
         return self._builder(batch).eager(batch.as_given(), tensors, scale, state, random, shake, memory)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..export import ModelSource
+from ..export.model_source import ModelSource
 from ..optim import OptimizerConfig
 from ..options import ORTTrainerOptions
 from .step_graphs import StepGraphs

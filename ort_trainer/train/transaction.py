@@ -12,7 +12,7 @@ import torch
 from ..core.interrupts import uninterrupted
 from ..core.threads import OneThread
 from ..engine import Executor
-from ..export import ModelSource
+from ..export.model_source import ModelSource
 from ..optim.step_info import TrainStepInfo
 from ..step import Step
 from .strategy import Strategy

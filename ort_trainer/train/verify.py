@@ -8,12 +8,12 @@ from collections.abc import Collection, Mapping
 
 import torch
 
+from ..capture.borrow import BORROWED
+from ..capture.differences import WHY_DIFFERENT, gradient_floor, not_run, report
+from ..capture.eager import EagerStep, gradient_of
+from ..capture.verification import Verification, repeating, spare_memory
 from ..core.errors import VerificationError, warn
 from ..engine import Check, Executor
-from ..export.torch.capture.borrow import BORROWED
-from ..export.torch.capture.eager import EagerStep, gradient_of
-from ..export.torch.differences import WHY_DIFFERENT, gradient_floor, not_run, report
-from ..export.torch.verification import Verification, repeating, spare_memory
 from ..step import Step
 from .batch import Batch
 from .step_graphs import StepGraphs

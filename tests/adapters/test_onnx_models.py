@@ -16,7 +16,7 @@ from torch import nn
 from ort_trainer import CheckpointError, ORTTrainer, optim
 from ort_trainer.adapters import LoRA, add_adapter, export_adapter, load_adapter, merge_adapter, save_adapter
 from ort_trainer.core.sealed import DTYPES, read_header, read_tensors, write
-from ort_trainer.export.onnx import FOLDED_FROM
+from ort_trainer.onnx.load import FOLDED_FROM
 
 from .models import LowRank, batch, classifier, exported, quantized, round_weights, tensors
 

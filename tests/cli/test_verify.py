@@ -6,7 +6,7 @@ import json
 import shutil
 from pathlib import Path
 
-from ort_trainer.export.cache import ExportCache
+from ort_trainer.step.cache import ExportCache
 
 from .conftest import Run, damage
 

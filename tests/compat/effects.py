@@ -35,7 +35,7 @@ from ort_trainer import (
 )
 from ort_trainer.train.onnx_files import onnx_model
 
-from ..export.torch.graph.test_recompute import DESC, Encoder, batches, onnx_layers
+from ..graph.test_recompute import DESC, Encoder, batches, onnx_layers
 from ..helpers import MLP, mlp_batches, mlp_trainer
 
 RATE = "Learning_Rate"

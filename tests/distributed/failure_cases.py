@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ort_trainer import ORTTrainer, ORTTrainerOptions, optim
-from ort_trainer.export.torch import export  # noqa: F401 - exports run in children, which would each import it
+from ort_trainer.export import export  # noqa: F401 - exports run in children, which would each import it
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 DESCRIPTION = {"inputs": [("x", ["batch", 8]), ("label", ["batch"])], "outputs": [("loss", [], True)]}

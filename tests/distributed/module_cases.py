@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ort_trainer import ORTModule
-from ort_trainer.export.torch.lower.programs import partition
+from ort_trainer.kernels.programs import partition
 
 
 def losses(rank: int, size: int) -> dict[str, Any]:

@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 
 from ort_trainer import optim
+from ort_trainer.capture.step_module import ExportedStep
 from ort_trainer.engine import Executor
-from ort_trainer.export.torch import ExportedStep, GraphBuilder
+from ort_trainer.export.builder import GraphBuilder
 from ort_trainer.optim.update import OptimizerUpdate
 from ort_trainer.options.model_desc import ModelDescription
 from ort_trainer.step import Step

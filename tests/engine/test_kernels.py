@@ -10,7 +10,12 @@ import onnx_ir as ir
 import onnxruntime
 import pytest
 
-from ort_trainer.engine.kernels import CastBeforeTransposePass, FitResult, FitToKernelsPass, WidenInterfacePass
+from ort_trainer.engine.fit_to_kernels import (
+    CastBeforeTransposePass,
+    FitResult,
+    FitToKernelsPass,
+    WidenInterfacePass,
+)
 from ort_trainer.engine.ort import make_session, session_options
 
 pytestmark = pytest.mark.engine

@@ -24,7 +24,7 @@ from onnx.reference import ReferenceEvaluator
 
 from ort_trainer import ORTTrainer, ORTTrainerOptions, optim
 from ort_trainer.core.errors import ExportError
-from ort_trainer.export.onnx import OnnxModule
+from ort_trainer.onnx.module import OnnxModule
 
 from .onnx_graphs import Case, draw
 

@@ -8,7 +8,7 @@ import sys
 import types
 from typing import Any
 
-from ..export.torch.outside.programs import HEAD, Place, place
+from ..outside.programs import HEAD, Place, place
 from .changes import CHANGES, OF_A_LAYER
 from .faces import CONSTANTS, INPUTS, LABELS, OUTPUTS, RETURNED
 from .layers import Shape, write

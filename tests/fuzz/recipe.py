@@ -9,7 +9,7 @@ import tempfile
 from dataclasses import dataclass
 from typing import Any
 
-from ..export.torch.outside.programs import KINDS
+from ..outside.programs import KINDS
 from .changes import CHANGES, OF_A_LAYER
 from .faces import ARGUMENTS, CONSTANTS, INPUTS, LABELS, OUTPUTS, RETURNED
 from .layers import LAYERS

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from ort_trainer.export.onnx.operators import quantization
-from ort_trainer.export.torch.guard.reads import Reads
-from ort_trainer.export.torch.verification import Verification
+from ort_trainer.capture.verification import Verification
+from ort_trainer.guard.reads import Reads
+from ort_trainer.onnx.operators import quantization
 from ort_trainer.optim.rule import ParameterBatch
 from ort_trainer.train.strategy import Strategy
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ort_trainer.export.torch.outside.recorder import Recorder
+from ort_trainer.outside.recorder import Recorder
 
 from .compare import BAD
 from .living import Case, compare, draw

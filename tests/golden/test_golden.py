@@ -21,9 +21,9 @@ from ort_trainer.artifacts import trainer_state_dict
 from ort_trainer.cli import main as command
 from ort_trainer.compat.training_session.flat_state import flat_state_dict, load_flat_state_dict
 from ort_trainer.core.sealed import VERSION
-from ort_trainer.export.cache import export_cache
 from ort_trainer.state import load_checkpoint_file, read_parts, save_checkpoint_file
 from ort_trainer.state.training_api import read_checkpoint, to_bytes
+from ort_trainer.step.cache import export_cache
 from ort_trainer.upstream import read_upstream_checkpoint, upstream_checkpoint_bytes
 
 from ..helpers import assert_same_state

@@ -277,7 +277,7 @@ def test_other_interfaces(wrap: Callable[[nn.Module], nn.Module]) -> None:
 
 
 def _backend() -> Any:
-    from ort_trainer.export.torch.dynamo import ort_trainer
+    from ort_trainer.export.dynamo import ort_trainer
 
     return ort_trainer
 

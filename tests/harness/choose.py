@@ -1,7 +1,7 @@
-"""Chooses which tests run: a sample of all for the gate, or what a change can affect.
+"""Chooses which tests run: by lot for the gate, or what a change can affect.
 
-The choice is based on ``tests/measured.json``, which ``make reach`` writes: the parametrizations that take long, and
-the tests that together reach each file of the package.
+The choice is based on ``tests/measured.json``, which ``make reach`` writes: how long tests take, and which of them
+together reach each file of the package.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 import subprocess
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -19,9 +20,11 @@ from . import import_map
 from .import_map import ROOT, TESTS
 
 MEASURED = TESTS / "measured.json"
-# The gate runs one in this many cases of a large parametrization, and those that always run.
-ONE_IN = 6
-# The gate samples nothing that the changes of this many seconds before a commit can affect.
+# A test of s seconds runs in a gate with the probability LOT / sqrt(s): one of a second in three gates of ten, one of
+# ten seconds in one. Of all ways to spend the same time, this one finds a fault after the fewest gates on average, if
+# every test is equally likely to find it: it minimizes the sum of 1 / p for a given sum of p * s.
+LOT = 0.3
+# What reaches files that have changed in this many seconds before a commit always runs.
 RECENT = 24 * 60 * 60
 # Path prefix outside the package and the tests -> tests that a change there can affect; the longest prefix wins.
 _BESIDE: Mapping[str, Sequence[str]] = {
@@ -52,27 +55,27 @@ class Measured:
     """What ``make reach`` has measured.
 
     Attributes:
-        large: Test functions whose cases together take more than a second -> these seconds.
-        always: Cases of large functions without which the gate would miss some line of the package.
+        seconds: Test functions of which a case takes longer than a few hundredths of a second -> its seconds.
         reach: File of the package, relative to the root -> tests that together reach it, best first.
         reach_on_stock: The same on the stock engine, for files that the tests on the first one do not reach enough of.
     """
 
-    large: Mapping[str, float] = field(default_factory=dict)
-    always: frozenset[str] = frozenset()
+    seconds: Mapping[str, float] = field(default_factory=dict)
     reach: Mapping[str, Sequence[str]] = field(default_factory=dict)
     reach_on_stock: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     @classmethod
     def read(cls) -> Measured:
         """Reads the file."""
-        measured = cls(**json.loads(MEASURED.read_text()))
-        return dataclasses.replace(measured, always=frozenset(measured.always))
+        return cls(**json.loads(MEASURED.read_text()))
 
     def to_text(self) -> str:
         """Returns the text of the file."""
-        found = {**dataclasses.asdict(self), "always": sorted(self.always)}
-        return json.dumps(found, indent=1, sort_keys=True) + "\n"
+        return json.dumps(dataclasses.asdict(self), indent=1, sort_keys=True) + "\n"
+
+    def runs(self, test: str, seed: str) -> bool:
+        """Whether a lot, which depends only on the test and the seed, says that a test runs."""
+        return _draw(test, seed) * math.sqrt(self.seconds.get(function_of(test), 0)) < LOT
 
 
 def function_of(test: str) -> str:
@@ -80,26 +83,16 @@ def function_of(test: str) -> str:
     return test.partition("[")[0]
 
 
-def gate(tests: Sequence[str], seed: str, measured: Measured, affected: Affected | None = None) -> list[str]:
-    """Returns the tests that the gate runs: every function, but only one case in six of large parametrizations.
+def gate(tests: Sequence[str], seed: str, measured: Measured, certain: Collection[str] = ()) -> list[str]:
+    """Returns the tests that the gate runs: those that a lot chooses, and those that a change certainly affects.
 
     Args:
         tests: Identifiers of all tests.
-        seed: Seed of the sample, such as a commit.
-        measured: What is large, and what always runs.
-        affected: What a change can affect, of which nothing is sampled.
+        seed: Seed of the lots, such as a commit.
+        measured: How long tests take.
+        certain: Tests that reach changed files.
     """
-    chosen = set(_one_each(tests, seed))
-    whole = set() if affected is None else {function_of(test) for test in tests if affected.rank(test) < 2}
-    return [
-        test
-        for test in tests
-        if test in chosen
-        or test in measured.always
-        or function_of(test) not in measured.large
-        or function_of(test) in whole
-        or _draw(test, seed) % ONE_IN == 0
-    ]
+    return [test for test in tests if test in certain or measured.runs(test, seed)]
 
 
 @dataclass(frozen=True)
@@ -150,15 +143,15 @@ class Affected:
         Args:
             tests: Identifiers of all tests.
             seed: Decides which case of a function is taken, and which of equally near files comes first.
-            measured: What is large.
+            measured: How long tests take.
         """
         each = set(_one_each(tests, seed)) if self.fills else set()
 
         def runs(test: str) -> bool:
             known = test in each or test in self.certain or test in self.failed
-            return known or (self.rank(test) == 1 and function_of(test) not in measured.large)
+            return known or (self.rank(test) == 1 and measured.runs(test, seed))
 
-        def order(test: str) -> tuple[int, int, int]:
+        def order(test: str) -> tuple[int, int, float]:
             file = test.partition("::")[0]
             return self.rank(test), self.distance.get(file, len(import_map.FILES)), _draw(file, seed)
 
@@ -179,9 +172,9 @@ def _one_each(tests: Iterable[str], seed: str) -> list[str]:
     return [min(found, key=lambda test: _draw(test, seed)) for found in cases.values()]
 
 
-def _draw(text: str, seed: str) -> int:
-    """Returns a pseudo-random number that depends only on the text and the seed."""
-    return int.from_bytes(hashlib.sha256(f"{seed} {text}".encode()).digest()[:8], "big")
+def _draw(text: str, seed: str) -> float:
+    """Returns a pseudo-random number from 0 to 1 that depends only on the text and the seed."""
+    return int.from_bytes(hashlib.sha256(f"{seed} {text}".encode()).digest()[:8], "big") / 2**64
 
 
 def last_failed(cache: Path) -> list[str]:

@@ -9,6 +9,7 @@ import argparse
 import ast
 import functools
 import json
+import statistics
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
@@ -22,8 +23,8 @@ from .step import BUILD, Step
 
 FOLDER = BUILD / "reach"
 ENGINES = ("tests", "tests on stock")
-# A parametrization is large if its cases together take more than this many seconds.
-LARGE = 1.0
+# Of shorter tests the seconds are not written: they run in every gate.
+SHORT = 0.05
 # `make quick` promises 90 % of a changed file's lines; this leaves room for measurements that are a little old.
 ENOUGH = 0.97
 
@@ -122,21 +123,6 @@ def combine() -> None:
 
 def measure(first: Reached, second: Reached) -> choose.Measured:
     """Returns the measurements that tests are chosen by."""
-    seconds: Counter[str] = Counter()
-    for found in (first, second):
-        own: Counter[str] = Counter()
-        for test, costs in found.tests.items():
-            own[choose.function_of(test)] += costs["seconds"]
-        for function, value in own.items():
-            seconds[function] = max(seconds[function], value)
-    cases = Counter(choose.function_of(test) for test in first.tests)
-    large = {f: round(value, 1) for f, value in sorted(seconds.items()) if value > LARGE and cases[f] > 1}
-    always: set[str] = set()
-    for found in (first, second):
-        certain = (test for test in found.usual if choose.function_of(test) not in large or test in always)
-        missing = found.of(found.usual) - found.of(certain)
-        sampled = {test: found.lines[test] for test in found.usual if choose.function_of(test) in large}
-        always |= set(_cover(missing, sampled, found.tests, 1.0))
     reach, on_stock = {}, {}
     bodies, stock_bodies = _bodies(first), _bodies(second)
     for path in sorted(bodies.keys() | stock_bodies.keys()):
@@ -146,7 +132,16 @@ def measure(first: Reached, second: Reached) -> choose.Measured:
         rest = set().union(*more.values()) - lines
         if len(rest) > (1 - ENOUGH) * len(lines | rest):
             on_stock[path] = _cover(rest, more, second.tests, ENOUGH)
-    return choose.Measured(large, frozenset(always), reach, on_stock)
+    return choose.Measured(seconds([*first.tests.values(), *second.tests.values()]), reach, on_stock)
+
+
+def seconds(tests: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+    """Returns how long a case of each test function takes on average."""
+    cases: defaultdict[str, list[float]] = defaultdict(list)
+    for test in tests:
+        cases[choose.function_of(test["test"])].append(test["seconds"])
+    means = {function: round(statistics.fmean(values), 2) for function, values in sorted(cases.items())}
+    return {function: mean for function, mean in means.items() if mean > SHORT}
 
 
 def _bodies(found: Reached) -> dict[str, dict[str, set[Line]]]:

@@ -58,21 +58,18 @@ def _print(changed: Sequence[str]) -> None:
 
 
 def gate(folder: Path, given: argparse.Namespace) -> Iterator[Step]:
-    """Runs every test function: all cases that recent changes can affect, and a sample of other large parametrizations.
-
-    Without git's history nothing is known to be unchanged, and all cases run.
-    """
+    """Runs tests by lot, and those that reach what has changed recently."""
     yield from LINTERS
     base, measured = choose.recent_base(), choose.Measured.read()
     changed = sorted({*choose.changed_files(), *choose.changed_files(base)}) if base else []
-    _print(changed) if base else print("without git's history all cases run", flush=True)
+    _print(changed)
     for name, mark, reach, environment in (
         (ENGINES[0], "", measured.reach, {}),
         (ENGINES[1], "engine and ", measured.reach_on_stock, STOCK),
     ):
         path = Step(name, (), folder=folder).file("pickle")
         path.write_bytes(pickle.dumps(choose.Affected.by(changed, (), dataclasses.replace(measured, reach=reach))))
-        chosen = ("--gate", "--seed", given.seed, "--affected", str(path)) if base else ()
+        chosen = ("--gate", "--seed", given.seed, "--affected", str(path))
         yield pytest_step(folder, name, "-m", f"{mark}not slow and not torture", *chosen, environment=environment)
 
 

@@ -29,12 +29,12 @@ from ort_trainer.api.onnx_bytes import inference_model
 from ort_trainer.cli.describe import describe
 from ort_trainer.engine.contained import check_contained, custom_operators
 from ort_trainer.engine.programs.program import Program
-from ort_trainer.export.cache import Export, ExportCache
-from ort_trainer.export.onnx import load_onnx_model
-from ort_trainer.export.onnx.module import OnnxModule
 from ort_trainer.fit import EarlyStopping
+from ort_trainer.onnx.load import load_onnx_model
+from ort_trainer.onnx.module import OnnxModule
 from ort_trainer.state import load_checkpoint_file, save_checkpoint_file
 from ort_trainer.step import Step
+from ort_trainer.step.cache import Export, ExportCache
 from ort_trainer.upstream import read_upstream_checkpoint, upstream_checkpoint_bytes, write_upstream_checkpoint
 
 from ..api.artifacts import make_artifacts

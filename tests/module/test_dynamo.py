@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from ort_trainer import ExportError
-from ort_trainer.export.torch.dynamo import ort_trainer
-from ort_trainer.export.torch.lower.programs.partition import partition
+from ort_trainer.export.dynamo import ort_trainer
+from ort_trainer.kernels.programs.partition import partition
 
 from ..zoo import Applies
 from .pairs import Heads, assert_same_gradients, close

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from benchmarks.one_line import extended, script
-from ort_trainer.export.torch import GraphBuilder
+from ort_trainer.export.builder import GraphBuilder
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "module.md"

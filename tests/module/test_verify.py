@@ -12,8 +12,8 @@ from torch import nn
 from torch.distributed._functional_collectives import all_reduce
 
 from ort_trainer import ORTModule, VerificationError
-from ort_trainer.export.torch import verification
-from ort_trainer.export.torch.guard.reads import Reads
+from ort_trainer.capture import verification
+from ort_trainer.guard.reads import Reads
 from ort_trainer.module.verify import _EagerCall
 
 from .pairs import Heads, assert_same_gradients, close, pair

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ort_trainer import ORTTrainer, optim
-from ort_trainer.export.cache import ExportCache
+from ort_trainer.step.cache import ExportCache
 
 from .. import processes
 from ..helpers import assert_close

@@ -189,7 +189,7 @@ class Layer(nn.Sequential):
 def test_equal_layers_are_compiled_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """In several processes, none of which reads headers that others may have compiled."""
     monkeypatch.setattr("torch._inductor.codecache._HEADER_DIR", str(tmp_path / "anyone's"))
-    monkeypatch.setattr("ort_trainer.export.torch.lower.loops.divide._WORTH_A_PROGRAM", 13)  # two layers, forward
+    monkeypatch.setattr("ort_trainer.kernels.loops.divide._WORTH_A_PROGRAM", 13)  # two layers, forward
     model = Apply(nn.ModuleList([Layer(), Layer(), Layer()]), lambda own, x: own[2](own[1](own[0](x))))
     reference, ours = Reference(model, loss_fn=F.mse_loss, lr=0.1), trainer(model, "auto", F.mse_loss)
     train_both(ours, reference, [(torch.randn(size, 8), torch.randn(size, 8)) for size in (4, 3, 7, 2)])

@@ -14,7 +14,7 @@ from torch import nn
 from ort_trainer import ORTTrainer, ORTTrainerOptions, optim
 from ort_trainer.amp import DynamicLossScaler
 from ort_trainer.engine.runner import GraphRunner
-from ort_trainer.export.torch import GraphBuilder
+from ort_trainer.export.builder import GraphBuilder
 
 from ..fidelity.layer_cases import Apply
 from ..helpers import Reference, assert_same_state, mlp_batches, mlp_trainer, train_both

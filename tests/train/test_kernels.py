@@ -16,9 +16,9 @@ from torch.utils.checkpoint import checkpoint
 from ort_trainer import ORTTrainer, ORTTrainerOptions, optim
 from ort_trainer.core.errors import ExportError
 from ort_trainer.engine.ort import has_cuda
-from ort_trainer.export.torch import export
-from ort_trainer.export.torch.lower.kinds import ONNX_RUNTIME, PROGRAMS
-from ort_trainer.export.torch.model import TorchSource
+from ort_trainer.export import export
+from ort_trainer.export.model import TorchSource
+from ort_trainer.kernels.kinds import ONNX_RUNTIME, PROGRAMS
 from ort_trainer.options import ModelDescription
 
 from ..helpers import MLP, MLP_DESC, Reference, assert_close, mlp_batches, mlp_trainer, train_both

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ort_trainer import ORTTrainer, ORTTrainerOptions, optim
 from ort_trainer.engine.programs import losses
-from ort_trainer.export.torch.lower.programs.rewrites import linear_cross_entropy
+from ort_trainer.kernels.programs.rewrites import linear_cross_entropy
 
 from ..helpers import Reference, assert_close, train_both
 

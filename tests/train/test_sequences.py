@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from ort_trainer import ExportError, ORTTrainer, ORTTrainerOptions, optim
-from ort_trainer.export.torch.graph.cell_loops import roll_up_loops
+from ort_trainer.graph.cell_loops import roll_up_loops
 
 from ..helpers import Reference, assert_close, assert_same_training, assert_same_weights
 

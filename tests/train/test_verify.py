@@ -17,9 +17,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ort_trainer import ORTModule, ORTTrainer, ORTTrainerOptions, VerificationError, optim
-from ort_trainer.export.torch import builder, verification
-from ort_trainer.export.torch.capture.eager import SavedTensors, run_eagerly
-from ort_trainer.export.torch.guard.reads import Reads
+from ort_trainer.capture import verification
+from ort_trainer.capture.eager import SavedTensors, run_eagerly
+from ort_trainer.export import builder
+from ort_trainer.guard.reads import Reads
 from ort_trainer.runs import Position
 from ort_trainer.step import Step
 from tests.fidelity.layer_cases import Apply
@@ -134,7 +135,7 @@ def test_comparisons_are_silent(capsys: pytest.CaptureFixture[str]) -> None:
 def test_which_steps_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     steps = [Step(kind="training", inputs=(), outputs=(), loss="", state={}) for _ in range(2)]
-    monkeypatch.setattr("ort_trainer.export.torch.verification.time.process_time", lambda: now[0])
+    monkeypatch.setattr("ort_trainer.capture.verification.time.process_time", lambda: now[0])
 
     def compared(count: int, seconds: float, expected: Sequence[int] = (), at: int = 0) -> list[int]:
         found = []

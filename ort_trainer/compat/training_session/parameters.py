@@ -14,7 +14,7 @@ import torch
 from ...amp import LossScaler
 from ...core.errors import shown, warn
 from ...engine.ort import SessionOptions, available_providers, has_cuda, known_providers
-from ...export.onnx import OnnxModel
+from ...onnx.load import OnnxModel
 from ...optim import OptimizerConfig
 from ...optim.rules import CONFIGS
 from ...options.schema import leaves, load_schema

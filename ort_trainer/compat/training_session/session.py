@@ -18,7 +18,9 @@ import torch
 from ...core.errors import shown, warn
 from ...core.interrupts import uninterrupted
 from ...engine.ort import SessionOptions, provider_failure
-from ...export.onnx import describe_onnx, load_onnx_model, shape_of
+from ...onnx.describe import describe_onnx
+from ...onnx.load import load_onnx_model
+from ...onnx.shapes import shape_of
 from ...options import ORTTrainerOptions
 from ...train.batch import to_tensor
 from ...train.transaction import Transaction

@@ -8,7 +8,7 @@ operators ``+ - *``. It contains only what depends on the previous step::
                        d_gates[t], d_h, d_c                   backward, from the last step to the first
     after the loop     d_W_hh = sum over t of d_gates[t].T @ h[t - 1]
 
-The caller of the loop is ``export/torch/operators/recurrent.py``. Names are those of the formulas in the documentation
+The caller of the loop is ``operators/recurrent.py``. Names are those of the formulas in the documentation
 of ``torch.nn.LSTM``, ``GRU`` and ``RNN``; ``d_x`` is the gradient of the loss with respect to x. States are (batch,
 hidden), gates (batch, 4 * hidden) in an LSTM, 3 * hidden in a GRU, and ``W_hh`` is (4 * hidden, hidden).
 

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ort_trainer.core.errors import ExportError
 from ort_trainer.engine.programs import Program
 from ort_trainer.engine.programs.compiler import LoadedCall, compiled
-from ort_trainer.export.torch.lower.programs.partition import partition
+from ort_trainer.kernels.programs.partition import partition
 
 
 def program(**changes: Any) -> str:

@@ -1,1 +1,0 @@
-"""ONNX's operators by PyTorch's, one file for each family; ``registry.py`` finds them."""

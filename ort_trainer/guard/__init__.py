@@ -1,0 +1,1 @@
+"""Does the graph still mean what the model means? Asked once a step."""

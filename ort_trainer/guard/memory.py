@@ -1,0 +1,83 @@
+"""The tensors that a trainer works on: copies of the model's, unless it shares them (``shared_tensors.py``)."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Protocol
+
+import torch
+
+from ..engine.ownership import own_copies
+
+Named = Mapping[str, torch.Tensor]
+
+
+class _Tensors(Protocol):
+    """What the model has now, by canonical name."""
+
+    name: str
+
+    @property
+    def parameters(self) -> Named: ...
+
+    @property
+    def buffers(self) -> Named: ...
+
+
+class ModelMemory:
+    """The tensors that a trainer works on: by default, copies of the model's.
+
+    Args:
+        source: The model.
+    """
+
+    def __init__(self, source: _Tensors) -> None:
+        self._source = source
+
+    def adopt(self, device: torch.device) -> Named:
+        """Returns the parameters and buffers that the trainer works on, by canonical name.
+
+        Args:
+            device: The device for the tensors.
+        """
+        parameters = self._source.parameters
+        return own_copies({**parameters, **self._source.buffers}, parameters, device)
+
+    def take_changes(self) -> Named:
+        """Picks up changes to the model itself, if the trainer works on the model's tensors.
+
+        Returns:
+            The tensors whose memory has changed, by canonical name, contiguous; usually none.
+
+        Raises:
+            RuntimeError: If a change is not supported.
+        """
+        return {}
+
+    def publish(self, names: Collection[str]) -> None:
+        """Updates the model's tensors from the trainer's, if it does not see the changes by itself.
+
+        Args:
+            names: Canonical names of the tensors that have changed.
+        """
+
+    def add_gradients(self, gradients: Named) -> None:
+        """Adds gradients to those of the model's parameters, as PyTorch's backward pass does.
+
+        Args:
+            gradients: New tensors by canonical name, which the model may keep.
+
+        Raises:
+            RuntimeError: If the trainer does not work on the model's tensors.
+        """
+        raise RuntimeError(
+            f"{self._source.name} can't receive gradients, because the trainer works on copies of its weights: use "
+            "train_step, or a PyTorch model without utils.share_weights=False"
+        )
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """Returns the gradients of the model's trained parameters, by canonical name."""
+        return {}
+
+    def drop_gradients(self) -> None:
+        """Removes the gradients of the model's trained parameters."""

@@ -1,0 +1,1 @@
+"""PyTorch operators that need more than PyTorch's own ONNX export: one file per family."""
