@@ -6,7 +6,7 @@ import copy
 import importlib
 import inspect
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -89,6 +89,13 @@ def assert_same_weights(trainer: ORTTrainer, model: nn.Module, relative: float) 
         assert_close(ours[name], value, relative, name)
 
 
+def assert_same_parameters(ours: nn.Module, theirs: nn.Module, relative: float = 1e-5) -> None:
+    """Compares parameters and buffers of two modules."""
+    assert ours.state_dict().keys() == theirs.state_dict().keys()
+    for name, value in theirs.state_dict().items():
+        assert_close(ours.state_dict()[name], value, relative, name)
+
+
 def assert_same_state(first: Any, second: Any, path: str = "state") -> None:
     """Compares two state dicts bit for bit."""
     if isinstance(first, dict):
@@ -102,12 +109,106 @@ def assert_same_state(first: Any, second: Any, path: str = "state") -> None:
         assert first == second, f"{path}: {first!r} != {second!r}"
 
 
+class Reference:
+    """A copy of a model that PyTorch trains, beside a trainer or an ``ORTModule``.
+
+    Args:
+        model: The model. It returns the prediction if there is a ``loss_fn``, otherwise the loss or (loss, ...).
+        optimizer: A class of ``torch.optim``, for the parameters that are trained; or a function of the copy.
+        loss_fn: The loss of a prediction and the last tensor of a batch, or None.
+        clip: The limit of the gradients' norm, or None.
+        dtype: The dtype of autocast, or None.
+        settings: Arguments of the class.
+
+    Attributes:
+        model: The copy, in training mode.
+        optimizer: Its optimizer.
+        count: The number of backward passes since the last update.
+        outputs: What the model returned in the last pass.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.SGD,
+        loss_fn: Any = F.cross_entropy,
+        *,
+        clip: float | None = None,
+        dtype: torch.dtype | None = None,
+        **settings: Any,
+    ) -> None:
+        self.model = copy.deepcopy(model).train()
+        if isinstance(optimizer, type):
+            trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+            self.optimizer = optimizer(trained, **settings)
+        else:
+            self.optimizer = optimizer(self.model)
+        self.loss_fn, self.clip, self.dtype = loss_fn, clip, dtype
+        self.count = 0
+        self.outputs: Any = None
+
+    def loss(self, *batch: Any) -> torch.Tensor:
+        """Runs the model, and returns the loss with its graph."""
+        with torch.autocast("cpu", self.dtype or torch.bfloat16, enabled=self.dtype is not None):
+            if self.loss_fn is not None:
+                self.outputs = self.model(*batch[:-1])
+                return self.loss_fn(self.outputs, batch[-1])
+            self.outputs = self.model(*batch)
+            return self.outputs if isinstance(self.outputs, torch.Tensor) else self.outputs[0]
+
+    def backward(self, *batch: Any, scale: float = 1.0) -> torch.Tensor:
+        """Adds the gradients of a batch, scaled, to the parameters'; returns the loss."""
+        loss = self.loss(*batch)
+        (loss * scale).backward()
+        self.count += 1
+        return loss.detach()
+
+    def update(self, divisor: float | None = None) -> None:
+        """Updates with the gradients divided by a number, or by the number of backward passes, and drops them."""
+        for parameter in self.model.parameters():
+            if parameter.grad is not None:
+                parameter.grad /= divisor or self.count
+        if self.clip is not None:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
+        self.optimizer.step()
+        self.reset()
+
+    def reset(self) -> None:
+        """Drops the gradients."""
+        self.optimizer.zero_grad()
+        self.count = 0
+
+    def step(self, *batch: Any) -> torch.Tensor:
+        """Updates the weights with a batch; returns the loss."""
+        loss = self.backward(*batch)
+        self.update()
+        return loss
+
+
+def train_both(
+    trainer: ORTTrainer,
+    reference: Reference,
+    batches: Iterable[tuple[Any, ...]],
+    relative: float = 1e-5,
+    *,
+    accumulation: int = 1,
+) -> None:
+    """Trains both with the same batches, and compares every loss and all weights."""
+    for number, batch in enumerate(batches, start=1):
+        outputs = trainer.train_step(*batch)
+        loss = outputs[0] if isinstance(outputs, (list, tuple)) else outputs
+        assert_close(loss, reference.backward(*batch), relative, f"loss of step {number}")
+        if number % accumulation == 0:
+            reference.update()
+    assert_same_weights(trainer, reference.model, relative)
+
+
 def assert_same_training(
     model: nn.Module,
     desc: dict[str, Any] | str,
     batches: Sequence[tuple[torch.Tensor, ...]],
     config: Any,
-    make_optimizer: Callable[[nn.Module], torch.optim.Optimizer],
+    make_optimizer: Callable[..., torch.optim.Optimizer],
     *,
     loss_fn: Any = F.cross_entropy,
     accumulation: int = 1,
@@ -116,13 +217,12 @@ def assert_same_training(
     options: dict[str, Any] | None = None,
     seed: int | None = None,
 ) -> ORTTrainer:
-    """Trains a model with the trainer and with PyTorch and compares every loss and all weights.
+    """Trains a model with the trainer and with PyTorch, and compares every loss and all weights.
 
-    The model returns the prediction if there is a ``loss_fn``, otherwise the loss or (loss, ...). With a ``seed``, both
-    start with the same random state, for models that draw random numbers.
+    The optimizer is one of :class:`Reference`. With a ``seed``, both start with the same random state, for models that
+    draw random numbers.
     """
-    reference = copy.deepcopy(model).train()
-    optimizer = make_optimizer(reference)
+    reference = Reference(model, make_optimizer, loss_fn, clip=clip)
     settings = {
         "batch": {"gradient_accumulation_steps": accumulation},
         "utils": {"grad_norm_clip": clip is not None},
@@ -133,20 +233,7 @@ def assert_same_training(
     trainer = ORTTrainer(model, desc, config, loss_fn=loss_fn, options=ORTTrainerOptions(settings))
     if seed is not None:
         torch.manual_seed(seed)
-    optimizer.zero_grad()
-    for number, batch in enumerate(batches, start=1):
-        outputs = trainer.train_step(*batch)
-        loss = outputs[0] if isinstance(outputs, list) else outputs
-        expected = reference(*batch) if loss_fn is None else loss_fn(reference(*batch[:-1]), batch[-1])
-        expected = expected if isinstance(expected, torch.Tensor) else expected[0]
-        assert_close(loss, expected.detach(), relative, f"loss of step {number}")
-        (expected / accumulation).backward()
-        if number % accumulation == 0:
-            if clip is not None:
-                torch.nn.utils.clip_grad_norm_(reference.parameters(), clip)
-            optimizer.step()
-            optimizer.zero_grad()
-    assert_same_weights(trainer, reference, relative)
+    train_both(trainer, reference, batches, relative, accumulation=accumulation)
     return trainer
 
 

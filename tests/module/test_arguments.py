@@ -12,22 +12,11 @@ from torch import nn
 
 from ort_trainer import ORTModule
 
+from ..zoo import Applies
 from .pairs import close
 
 X = torch.ones(2, 4)
 LONG = torch.arange(48.0)
-
-
-class Applies(nn.Module):
-    """A linear layer, and what a function makes of it."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.linear, self.function = nn.Linear(4, 4), function
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.function(self.linear, *args, **kwargs)
 
 
 def check(function: Callable[..., Any], use: Callable[[nn.Module], Any], graphs: int) -> None:

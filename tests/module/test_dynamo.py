@@ -15,6 +15,7 @@ from ort_trainer import ExportError
 from ort_trainer.export.dynamo import ort_trainer
 from ort_trainer.kernels.programs.partition import partition
 
+from ..zoo import Applies
 from .pairs import Heads, assert_same_gradients, close
 
 X = torch.randn(5, 6, generator=torch.Generator().manual_seed(0))
@@ -58,23 +59,14 @@ def test_values_decide_what_runs() -> None:
     assert ours.calls == eager.calls == 3
 
 
-class Annealed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(1)
-        self.fc, self.weight = nn.Linear(6, 3), 1.0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (self.fc(x) * self.weight).square().sum()
-
-
 def test_a_number_that_changes_needs_no_pytorch() -> None:
-    eager = Annealed()
+    eager = Applies(lambda layer, x: (layer(x) * layer.factor).square().sum(), 6)
+    eager.linear.factor = 1.0
     ours = compiled(eager)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # such as the one that PyTorch runs a part
-        for weight in (1.0, 0.7, 0.4, 0.3):
-            eager.weight = ours._orig_mod.weight = weight
+        for factor in (1.0, 0.7, 0.4, 0.3):
+            eager.linear.factor = ours._orig_mod.linear.factor = factor
             assert_same_gradients(eager, ours, lambda module: module(X).backward())
 
 

@@ -17,6 +17,8 @@ from torch.optim.swa_utils import AveragedModel, update_bn
 from ort_trainer import ExportError, ORTModule
 from ort_trainer.module import graphs
 
+from ..fidelity.layer_cases import Apply
+from ..zoo import Applies
 from .pairs import assert_same_gradients, close, pair
 
 X = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
@@ -59,19 +61,13 @@ def test_a_branch_runs_in_pytorch_with_one_warning(monkeypatch: pytest.MonkeyPat
     assert count(ours) == 1
 
 
-class Noisy(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(1)
-        self.fc = nn.Linear(6, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x if x.sum() > 0 else -x
-        return self.fc(x + torch.randn_like(x))
+def noisy(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    x = x if x.sum() > 0 else -x
+    return layer(x + torch.randn_like(x))
 
 
 def test_a_branch_that_runs_in_pytorch_draws_once() -> None:
-    eager, ours = pair(Noisy(), {"utils": {"random_numbers": "pytorch_global"}})
+    eager, ours = pair(Applies(noisy, 6), {"utils": {"random_numbers": "pytorch_global"}})
     x = torch.rand(4, 6)
     ours(x)
     results = []
@@ -249,23 +245,16 @@ def test_first_calls_make_a_module(make: Callable[[], nn.Module], policy: str) -
     close(ours.state_dict(), eager.state_dict())
 
 
-class Scaled(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.scale = nn.Linear(6, 2), torch.full((2,), 0.5)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(x) * self.scale
-
-
 def test_a_tensor_outside_that_requires_grad_later() -> None:
-    ours = ORTModule(Scaled())
+    ours = ORTModule(Applies(lambda layer, x: layer(x) * layer.scale, 6, 2))
+    scale = ours.linear.scale = torch.full((2,), 0.5)
     ours(X).sum().backward()
     assert count(ours) == 1
-    ours.scale.requires_grad_(True)
-    with pytest.warns(UserWarning, match=r"reads \['scale'\], tensors outside parameters and inputs that require grad"):
+    scale.requires_grad_(True)
+    message = r"reads \['linear.scale'\], tensors outside parameters and inputs that require grad"
+    with pytest.warns(UserWarning, match=message):
         ours(X).sum().backward()
-    close(ours.scale.grad, ours.linear(X).sum(0).detach())
+    close(scale.grad, ours.linear(X).sum(0).detach())
 
 
 class Measures(nn.Module):
@@ -317,15 +306,10 @@ def test_spectral_norm_of_old_is_no_change() -> None:
 
 @pytest.mark.parametrize("kind", ["packed", "array"])
 def test_arguments_of_other_kinds(kind: str) -> None:
-    class Any_(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.lstm = nn.LSTM(6, 3)
+    def forward(lstm: nn.Module, x: Any) -> torch.Tensor:
+        return lstm(x)[0].data if kind == "packed" else lstm(torch.as_tensor(x))[0]
 
-        def forward(self, x: Any) -> torch.Tensor:
-            return self.lstm(x)[0].data if kind == "packed" else self.lstm(torch.as_tensor(x))[0]
-
-    eager, ours = pair(Any_())
+    eager, ours = pair(Apply(nn.LSTM(6, 3), forward))
     value = nn.utils.rnn.pack_sequence([X, X[:2]]) if kind == "packed" else X.numpy()
     with pytest.warns(UserWarning, match="is a PackedSequence" if kind == "packed" else "pass arrays as tensors"):
         assert_same_gradients(eager, ours, lambda module: module(value).sum().backward())
@@ -353,18 +337,13 @@ def test_an_error_at_run_time_that_is_caught(monkeypatch: pytest.MonkeyPatch) ->
     assert count(ours) == 1
 
 
-class Spectrum(nn.Module):
-    def __init__(self, differentiated: bool) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(6, 6) if differentiated else nn.Identity(), nn.Linear(6, 6)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.last(torch.view_as_real(torch.fft.rfft(self.first(x))).flatten(-2)[..., :6])
-
-
 @pytest.mark.parametrize("differentiated", [True, False])
 def test_complex_numbers_within_the_forward_pass_alone_have_a_graph(differentiated: bool) -> None:
-    eager, ours = pair(Spectrum(differentiated), {"utils": {"kernels": "onnxruntime"}})
+    def spectrum(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        h = layer(x) if differentiated else x
+        return layer(torch.view_as_real(torch.fft.rfft(h)).flatten(-2)[..., :6])
+
+    eager, ours = pair(Applies(spectrum, 6, 6), {"utils": {"kernels": "onnxruntime"}})
     with warnings.catch_warnings(record=True) as record:
         warnings.simplefilter("always")
         assert_same_gradients(eager, ours, lambda module: module(X).sum().backward())

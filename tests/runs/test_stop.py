@@ -141,27 +141,18 @@ def test_another_thread_is_told_so() -> None:
 
 
 @pytest.mark.parametrize("moment", ["batch", "evaluation"])
-def test_fit_saves_and_goes_on_bit_for_bit(moment: str, tmp_path: Path) -> None:
+def test_fit_saves_and_goes_on(moment: str, tmp_path: Path) -> None:
+    """Bit for bit, as after Ctrl-C, which tests/fit/test_resume.py compares."""
     options = {"batch": {"gradient_accumulation_steps": 4}}
-    whole = mlp_trainer(options)
-    expected = whole.fit(BATCHES, BATCHES[:2], 2, progress=False)
-
     send = Send(moment, 3 if moment == "batch" else 6)
-    torch.manual_seed(0)
-    first = mlp_trainer(options)
-    state = first.fit(
+    state = mlp_trainer(options).fit(
         BATCHES, BATCHES[:2], 2, callbacks=[send], checkpoints=tmp_path, stop_signals=["SIGTERM"], progress=False
     )
     assert state.status == "interrupted" and isinstance(send.exception, KeyboardInterrupt)
     assert (state.steps, len(state.history)) == ((4, 0) if moment == "batch" else (6, 0))
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-
-    second = mlp_trainer(options)
-    result = second.fit(BATCHES, BATCHES[:2], 2, checkpoints=tmp_path, resume=True, progress=False)
+    result = mlp_trainer(options).fit(BATCHES, BATCHES[:2], 2, checkpoints=tmp_path, resume=True, progress=False)
     assert result.status == "completed" and result.steps == 12 - state.steps
-    assert [row["loss"] for row in result.history] == [row["loss"] for row in expected.history]
-    for name, value in whole.state_dict(pytorch_format=True).items():
-        assert (second.state_dict(pytorch_format=True)[name] == value).all(), name
 
 
 def test_workers_of_a_loader_are_not_torn_out() -> None:

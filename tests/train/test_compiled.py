@@ -16,7 +16,7 @@ from ort_trainer import ORTModule, ORTTrainer, ORTTrainerOptions, optim
 from ort_trainer.core.errors import ExportError
 
 from ..fidelity.layer_cases import Apply
-from ..helpers import MLP, assert_close, assert_same_weights, mlp_trainer
+from ..helpers import MLP, Reference, assert_close, assert_same_weights, mlp_trainer, train_both
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="there is no C++ compiler")
 
@@ -46,11 +46,11 @@ def batch(size: int) -> torch.Tensor:
     return torch.randint(0, 20, (size, 6), generator=torch.Generator().manual_seed(size))
 
 
-def trainer(model: nn.Module, **utils: Any) -> ORTTrainer:
+def trainer(model: nn.Module, desc: Any = None, loss_fn: Any = F.cross_entropy, lr: float = 0.1, **utils: Any) -> Any:
     shape = ["batch", 6]
-    desc = {"inputs": [("tokens", shape), ("label", shape)], "outputs": [("loss", [], True)]}
-    options = ORTTrainerOptions({"utils": {"kernels": "compiled", **utils}})
-    return ORTTrainer(model, desc, optim.SGDConfig(lr=0.1), loss_fn=F.cross_entropy, options=options)
+    tokens = {"inputs": [("tokens", shape), ("label", shape)], "outputs": [("loss", [], True)]}
+    options = ORTTrainerOptions({"utils": {"kernels": "compiled", "grad_norm_clip": False, **utils}})
+    return ORTTrainer(model, desc or tokens, optim.SGDConfig(lr=lr), loss_fn=loss_fn, options=options)
 
 
 @needs_compiler
@@ -60,24 +60,15 @@ def test_training_equals_pytorchs(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("ORT_TRAINER_CACHE", str(tmp_path))
     torch.manual_seed(1)
     model = Everything()
-    expected, reference = copy.deepcopy(model), copy.deepcopy(model)
-    sizes = [4, 3, 7, 2] * 5
-    optimizer = torch.optim.SGD(expected.parameters(), lr=0.1)
-    losses = []
+    expected, batches = Reference(model, lr=0.1), [(batch(size), batch(size)) for size in [4, 3, 7, 2] * 5]
     torch.manual_seed(5)
-    for size in sizes:
-        tokens = batch(size)
-        optimizer.zero_grad()
-        losses.append(F.cross_entropy(expected(tokens), tokens))
-        losses[-1].backward()
-        optimizer.step()
+    losses = [expected.step(*each) for each in batches]
     for attempt in range(2):
-        model = copy.deepcopy(reference)
         torch.manual_seed(5)
-        ours = trainer(model, random_numbers="pytorch_global")
-        for size, loss in zip(sizes, losses, strict=True):
-            assert_close(ours.train_step(batch(size), batch(size)), loss.detach(), 1e-4, f"loss, {attempt}")
-        assert_same_weights(ours, expected, 1e-4)
+        ours = trainer(copy.deepcopy(model), random_numbers="pytorch_global")
+        for each, loss in zip(batches, losses, strict=True):
+            assert_close(ours.train_step(*each), loss, 1e-4, f"loss, {attempt}")
+        assert_same_weights(ours, expected.model, 1e-4)
         monkeypatch.setenv("CXX", "no-such-compiler")
 
 
@@ -93,22 +84,6 @@ class Transposed(nn.Module):
         h = (h - h.mean(-1, keepdim=True)) / (h.std(-1, keepdim=True) + 0.2)
         logits: torch.Tensor = self.head(self.norm(h.transpose(1, 2)).transpose(1, 2))
         return logits.transpose(1, 2)
-
-
-@needs_compiler
-def test_a_kernel_that_ignores_strides_gets_those_of_the_graph() -> None:
-    torch.manual_seed(1)
-    model = Transposed()
-    expected = copy.deepcopy(model)
-    optimizer, ours = torch.optim.SGD(expected.parameters(), lr=0.1), trainer(model)
-    for size in (4, 3):
-        tokens = batch(size)
-        optimizer.zero_grad()
-        loss = F.cross_entropy(expected(tokens), tokens)
-        loss.backward()
-        optimizer.step()
-        assert_close(ours.train_step(tokens, tokens), loss.detach(), 1e-5, "loss")
-    assert_same_weights(ours, expected, 1e-4)
 
 
 @needs_compiler
@@ -137,24 +112,6 @@ class Places(nn.Module):
         return (part * part.sin() + part.flip(3)).mean((1, 2, 3))
 
 
-@needs_compiler
-def test_elements_at_computed_places() -> None:
-    expected = Places()
-    desc = {"inputs": [("image", [4, 4, 9, 16]), ("label", [4])], "outputs": [("loss", [], True)]}
-    options = ORTTrainerOptions({"utils": {"kernels": "compiled"}})
-    model = copy.deepcopy(expected)
-    compiled = ORTTrainer(model, desc, optim.SGDConfig(lr=0.5), loss_fn=F.mse_loss, options=options)
-    optimizer = torch.optim.SGD(expected.parameters(), lr=0.5)
-    image, label = torch.randn(4, 4, 9, 16, generator=torch.Generator().manual_seed(0)), torch.ones(4)
-    for _ in range(3):
-        optimizer.zero_grad()
-        loss = F.mse_loss(expected(image), label)
-        loss.backward()
-        optimizer.step()
-        assert_close(compiled.train_step(image, label), loss.detach(), 1e-5, "loss")
-    assert_close(model.factor.detach(), expected.factor.detach(), 1e-4, "factor")
-
-
 class Areas(nn.Module):
     """Pools and resizes, for which Inductor has no loops unless it knows the size of the image.
 
@@ -173,20 +130,31 @@ class Areas(nn.Module):
         return F.avg_pool2d(twice * half_more.cos(), 20_000, ceil_mode=True).mean((1, 2, 3))
 
 
+def image(count: int, height: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(count, 4, height, 16), torch.ones(count)
+
+
+IMAGES = {"inputs": [("image", ["n", 4, "height", 16]), ("label", ["n"])], "outputs": [("loss", [], True)]}
+ONE_SIZE = {"inputs": [("image", [4, 4, 9, 16]), ("label", [4])], "outputs": [("loss", [], True)]}
+# Model, description, loss, rate, sizes of the batches, what makes one of its size.
+CASES: dict[str, tuple[type[nn.Module], Any, Any, float, list[tuple[int, ...]], Any]] = {
+    "a kernel that ignores strides gets those of the graph": (
+        *(Transposed, None, F.cross_entropy, 0.1),
+        *([(4,), (3,)], lambda size: (batch(size), batch(size))),
+    ),
+    "elements at computed places": (Places, ONE_SIZE, F.mse_loss, 0.5, [(4, 9)] * 3, image),
+    "pooling from sizes that change": (Areas, IMAGES, F.mse_loss, 0.5, [(4, 9), (3, 7), (4, 9)], image),
+}
+
+
 @needs_compiler
-def test_pooling_from_sizes_that_change() -> None:
-    expected = Areas()
-    desc = {"inputs": [("image", ["n", 4, "height", 16]), ("label", ["n"])], "outputs": [("loss", [], True)]}
-    options = ORTTrainerOptions({"utils": {"kernels": "compiled"}})
-    compiled = ORTTrainer(copy.deepcopy(expected), desc, optim.SGDConfig(lr=0.5), loss_fn=F.mse_loss, options=options)
-    optimizer = torch.optim.SGD(expected.parameters(), lr=0.5)
-    for count, height in ((4, 9), (3, 7), (4, 9)):
-        image, label = torch.randn(count, 4, height, 16), torch.ones(count)
-        optimizer.zero_grad()
-        loss = F.mse_loss(expected(image), label)
-        loss.backward()
-        optimizer.step()
-        assert_close(compiled.train_step(image, label), loss.detach(), 1e-5, "loss")
+@pytest.mark.parametrize("name", CASES)
+def test_losses_and_weights_are_pytorchs(name: str) -> None:
+    make, desc, loss_fn, rate, sizes, draw = CASES[name]
+    torch.manual_seed(1)
+    model = make()
+    reference = Reference(model, loss_fn=loss_fn, lr=rate)
+    train_both(trainer(model, desc, loss_fn, rate), reference, [draw(*size) for size in sizes], 1e-4)
 
 
 @needs_compiler
@@ -194,12 +162,15 @@ def test_a_module_is_compiled() -> None:
     """Its products are large enough for oneDNN, which the loops call with weights that change."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(300, 300), nn.Tanh(), nn.Linear(300, 300, bias=False), nn.Tanh())
-    expected = copy.deepcopy(model)
-    ours = ORTModule(model, ORTTrainerOptions({"utils": {"kernels": "compiled"}}))
-    for size in (128, 6, 1):
-        x = torch.randn(size, 300)
-        ours(x).square().mean().backward()
-        expected(x).square().mean().backward()
+    check_module(model, [torch.randn(size, 300) for size in (128, 6, 1)], lambda y: y.square().mean())
+
+
+def check_module(model: nn.Module, inputs: list[torch.Tensor], loss: Any) -> None:
+    """Compares the gradients of an ``ORTModule`` with the module's own, added over the inputs."""
+    expected, ours = copy.deepcopy(model), ORTModule(model, ORTTrainerOptions({"utils": {"kernels": "compiled"}}))
+    for x in inputs:
+        loss(ours(x)).backward()
+        loss(expected(x)).backward()
         for mine, theirs in zip(model.parameters(), expected.parameters(), strict=True):
             assert_close(mine.grad, theirs.grad, 1e-5, "gradient")
 
@@ -220,19 +191,8 @@ def test_equal_layers_are_compiled_once(monkeypatch: pytest.MonkeyPatch, tmp_pat
     monkeypatch.setattr("torch._inductor.codecache._HEADER_DIR", str(tmp_path / "anyone's"))
     monkeypatch.setattr("ort_trainer.kernels.loops.divide._WORTH_A_PROGRAM", 13)  # two layers, forward
     model = Apply(nn.ModuleList([Layer(), Layer(), Layer()]), lambda own, x: own[2](own[1](own[0](x))))
-    reference = copy.deepcopy(model)
-    options = ORTTrainerOptions({"utils": {"kernels": "compiled", "grad_norm_clip": False}})
-    ours = ORTTrainer(model, "auto", optim.SGDConfig(lr=0.1), loss_fn=F.mse_loss, options=options)
-    optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
-    for size in (4, 3, 7, 2):
-        x, y = torch.randn(size, 8), torch.randn(size, 8)
-        found = ours.train_step(x, y)[0]
-        optimizer.zero_grad()
-        loss = F.mse_loss(reference(x), y)
-        loss.backward()
-        optimizer.step()
-        assert_close(found.squeeze(), loss.detach(), 1e-5, "loss")
-    assert_same_weights(ours, reference, 1e-5)
+    reference, ours = Reference(model, loss_fn=F.mse_loss, lr=0.1), trainer(model, "auto", F.mse_loss)
+    train_both(ours, reference, [(torch.randn(size, 8), torch.randn(size, 8)) for size in (4, 3, 7, 2)])
     programs = ours._loop.executor.graphs(True)[0].programs
     assert (len(programs.calls), len(programs.programs)) == (4, 3)  # the first layer reads the batch
     assert not (tmp_path / "anyone's").exists()
@@ -242,14 +202,7 @@ def test_equal_layers_are_compiled_once(monkeypatch: pytest.MonkeyPatch, tmp_pat
 def test_a_convolution_over_sizes_that_change(caplog: pytest.LogCaptureFixture) -> None:
     layers = nn.ModuleList([nn.Embedding(11, 4), nn.Conv1d(4, 4, 3, groups=2)])
     model = Apply(layers, lambda own, tokens: own[1](own[0](tokens).transpose(1, 2)))
-    expected = copy.deepcopy(model)
-    ours = ORTModule(model, ORTTrainerOptions({"utils": {"kernels": "compiled"}}))
-    for size in ((2, 8), (3, 6)):
-        tokens = torch.randint(11, size)
-        ours(tokens).sin().mean().backward()
-        expected(tokens).sin().mean().backward()
-        for mine, theirs in zip(model.parameters(), expected.parameters(), strict=True):
-            assert_close(mine.grad, theirs.grad, 1e-5, "gradient")
+    check_module(model, [torch.randint(11, size) for size in ((2, 8), (3, 6))], lambda y: y.sin().mean())
     assert "exported again" not in caplog.text
 
 

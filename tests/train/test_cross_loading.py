@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from ort_trainer import ORTTrainer, optim
 
-from ..helpers import MLP, assert_same_weights, mlp_batches, mlp_trainer
+from ..helpers import MLP, Reference, assert_same_weights, mlp_batches, mlp_trainer
 
 PRECISIONS: dict[str, dict[str, Any]] = {
     "fp32": {},
@@ -44,18 +43,14 @@ def train(trainer: ORTTrainer, start: int, stop: int) -> None:
         trainer.train_step(x, label)
 
 
-def trained_by_pytorch(model: MLP, windows: Sequence[int]) -> MLP:
+def trained_by_pytorch(model: MLP, windows: Sequence[int]) -> torch.nn.Module:
     """Returns a copy trained by PyTorch, with the given numbers of micro-batches per window."""
-    model = copy.deepcopy(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
-    batches = iter(BATCHES)
+    reference, batches = Reference(model, lr=0.2, momentum=0.9), iter(BATCHES)
     for size in windows:
-        optimizer.zero_grad()
         for _ in range(size):
-            x, label = next(batches)
-            (F.cross_entropy(model(x), label) / size).backward()
-        optimizer.step()
-    return model
+            reference.backward(*next(batches))
+        reference.update()
+    return reference.model
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,21 +15,12 @@ from ort_trainer import ORTTrainer, ORTTrainerOptions, optim
 from ort_trainer.amp import DynamicLossScaler
 from ort_trainer.engine.runner import GraphRunner
 from ort_trainer.export.builder import GraphBuilder
-from tests.helpers import assert_same_state, mlp_batches, mlp_trainer
+
+from ..fidelity.layer_cases import Apply
+from ..helpers import Reference, assert_same_state, mlp_batches, mlp_trainer, train_both
+from ..zoo import Normed
 
 STEPS = 6
-
-
-class Net(nn.Module):
-    """A model with random numbers and buffers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.norm = nn.Linear(8, 16), nn.BatchNorm1d(16)
-        self.dropout, self.last = nn.Dropout(0.5), nn.Linear(16, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.last(self.dropout(self.norm(self.first(x))))
 
 
 class Failing:
@@ -64,7 +54,7 @@ def make(kernels: str = "auto", accumulation: int = 1, config: Any = None, **oth
         "debug": {"check_indices": False},
         **others,
     }
-    return mlp_trainer(options, config, Net())
+    return mlp_trainer(options, config, Normed(0.5))
 
 
 @contextmanager
@@ -131,7 +121,7 @@ def torch_config(failing: Failing) -> Callable[[], ORTTrainer]:
     """Returns a factory of trainers with a PyTorch optimizer whose step fails."""
 
     def made() -> ORTTrainer:
-        model = Net()
+        model = Normed(0.5)
         optimizer = torch.optim.Adam(model.parameters())
         optimizer.register_step_pre_hook(failing)
         options = {"utils": {"kernels": "onnxruntime"}}
@@ -200,53 +190,30 @@ def test_what_fails_after_an_update_leaves_the_step_done() -> None:
     assert_same_state(one.state_dict(), other.state_dict())
 
 
-class Noisy(nn.Module):
-    """Draws random numbers in evaluation mode, too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.last = nn.Linear(8, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.last(x * torch.rand(x.shape[0], 1))
-
-
-class OnlyTrains(nn.Module):
+def only_trains(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
     """Stands for detectors, which compute something else in evaluation mode."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.last = nn.Conv1d(1, 3, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not self.training:
-            raise RuntimeError("there are no targets")
-        return self.last(x).mean(-1)
+    if not layer.training:
+        raise RuntimeError("there are no targets")
+    return layer(x).mean(-1)
 
 
 def test_other_sizes_of_a_model_that_evaluates_otherwise() -> None:
-    model = OnlyTrains()
-    eager = copy.deepcopy(model)
+    model = Apply(nn.Conv1d(1, 3, 3), only_trains)
+    reference = Reference(model, lr=0.1)
     trainer = ORTTrainer(model, "auto", optim.SGDConfig(lr=0.1), loss_fn=F.cross_entropy)
-    optimizer = torch.optim.SGD(eager.parameters(), lr=0.1)
-    for size in (8, 8, 12):
-        x, label = torch.randn(4, 1, size), torch.tensor([0, 1, 2, 0])
-        optimizer.zero_grad()
-        loss = F.cross_entropy(eager(x), label)
-        loss.backward()
-        optimizer.step()
-        torch.testing.assert_close(trainer.train_step(x, label)[0], loss.detach())
+    train_both(trainer, reference, [(torch.randn(4, 1, size), torch.tensor([0, 1, 2, 0])) for size in (8, 8, 12)])
 
 
 def test_a_batch_of_impossible_sizes_draws_nothing_and_is_not_exported(monkeypatch: pytest.MonkeyPatch) -> None:
     exports = []
     build = GraphBuilder.build
     monkeypatch.setattr(GraphBuilder, "build", lambda *args, **given: exports.append(1) or build(*args, **given))
+    noisy = Apply(nn.Linear(8, 3), lambda layer, x: layer(x * torch.rand(x.shape[0], 1)))  # in evaluation mode, too
     options = ORTTrainerOptions({"utils": {"random_numbers": "pytorch_global"}})
-    trainer = ORTTrainer(Noisy(), "auto", optim.SGDConfig(lr=0.1), loss_fn=F.cross_entropy, options=options)
+    trainer = ORTTrainer(noisy, "auto", optim.SGDConfig(lr=0.1), loss_fn=F.cross_entropy, options=options)
     for x, label in mlp_batches(2):
         trainer.train_step(x, label)
         before = torch.get_rng_state()
-        with pytest.raises(ValueError, match="Noisy does not take a batch of these sizes"):
+        with pytest.raises(ValueError, match="Apply does not take a batch of these sizes"):
             trainer.train_step(torch.cat([x, x], 1), label)
         assert torch.equal(torch.get_rng_state(), before) and len(exports) == 1

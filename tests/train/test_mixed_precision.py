@@ -13,7 +13,9 @@ from torch import nn
 from ort_trainer import ORTModule, ORTTrainer, ORTTrainerOptions, amp, optim
 from ort_trainer.train.precision import fast_dtype
 
-from ..helpers import MLP, MLP_DESC, assert_close, mlp_batches, mlp_trainer
+from ..fidelity.layer_cases import Apply
+from ..helpers import MLP, MLP_DESC, Reference, assert_close, mlp_batches, mlp_trainer
+from ..zoo import Between
 
 pytestmark = pytest.mark.engine
 
@@ -22,26 +24,26 @@ def fp16(scaler: amp.LossScaler | None = None, **options: Any) -> dict[str, Any]
     return {"mixed_precision": {"enabled": True, "dtype": "float16", "loss_scaler": scaler}, **options}
 
 
-def test_numbers_are_those_of_autocast() -> None:
-    model = MLP()
-    reference = copy.deepcopy(model)
-    optimizer = torch.optim.AdamW(reference.parameters(), lr=1e-2, weight_decay=0.0)
-    trainer = mlp_trainer(fp16(utils={"grad_norm_clip": False}), model=model)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_numbers_are_those_of_autocast(dtype: torch.dtype) -> None:
+    model, is_half = MLP(), dtype == torch.float16
+    reference = Reference(model, torch.optim.AdamW, dtype=dtype, lr=1e-2, weight_decay=0.0)
+    trainer = mlp_trainer((fp16 if is_half else bf16)(utils={"grad_norm_clip": False}), model=model)
+    assert (trainer.loss_scaler is not None) == is_half
+    assert trainer.options.mixed_precision.dtype == str(dtype).removeprefix("torch.")
     for x, y in mlp_batches(20):
         loss, logits = trainer.train_step(x, y)
-        with torch.autocast("cpu", torch.float16):
-            prediction = reference(x)
-            expected = F.cross_entropy(prediction, y)
-        assert loss.dtype == torch.float32 and logits.dtype == prediction.dtype == torch.float16
-        assert_close(loss, expected.detach(), 5e-3, "loss")
-        optimizer.zero_grad()
-        (expected * 1024).backward()
-        for parameter in reference.parameters():
-            parameter.grad.div_(1024)
-        optimizer.step()
+        expected = reference.backward(x, y, scale=1024 if is_half else 1)
+        reference.update(divisor=1024 if is_half else 1)
+        assert loss.dtype == torch.float32 and logits.dtype == reference.outputs.dtype == dtype
+        assert_close(logits, reference.outputs.detach(), 1e-2, "logits")
+        assert_close(loss, expected, 5e-3 if is_half else 1e-3, "loss")
+    assert not torch.equal(reference.outputs.float(), reference.model(x)), "PyTorch did compute in this dtype"
     for name, value in trainer.state_dict(pytorch_format=True).items():
         assert value.dtype == torch.float32
-        assert_close(value, reference.state_dict()[name], 2e-2, name)
+        assert_close(value, reference.model.state_dict()[name], 2e-2 if is_half else 1e-3, name)
+    state = trainer.state_dict()
+    assert state["trainer_options"]["mixed_precision"] is True and ("loss_scaler" in state) == is_half
 
 
 class _Turned(torch.autograd.Function):
@@ -100,57 +102,6 @@ def test_gradients_in_fp32_do_not_overflow() -> None:
     scale = trainer.loss_scaler.loss_scale
     trainer.train_step(*mlp_batches(1)[0])
     assert trainer.train_step_info.all_finite and trainer.loss_scaler.loss_scale == scale
-
-
-def snapshot(trainer: ORTTrainer) -> dict[str, Any]:
-    state = trainer.state_dict()
-    return {key: state[key] for key in ("model", "optimizer", "lr_scheduler") if key in state}
-
-
-def equal(a: Any, b: Any) -> bool:
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(equal(a[key], b[key]) for key in a)
-    return bool((a == b).all()) if hasattr(a, "all") else a == b
-
-
-def test_an_overflow_changes_nothing_but_the_scale() -> None:
-    scheduler = optim.LinearWarmupLRScheduler(100, 0.0)
-    scaler = amp.DynamicLossScaler(loss_scale=2.0**40, up_scale_window=2, max_loss_scale=2.0**41)
-    trainer = mlp_trainer(fp16(scaler, lr_scheduler=scheduler))
-    batches = mlp_batches(60)
-    trainer.prepare(batches[0])
-    overflows = 0
-    seen_finite = 0
-    for x, y in batches:
-        before = snapshot(trainer)
-        scale = trainer.loss_scaler.loss_scale
-        count = trainer.train_step_info.optimization_step
-        loss = trainer.train_step(x, y)[0]
-        assert torch.isfinite(loss)
-        if trainer.train_step_info.all_finite:
-            seen_finite += 1
-            assert trainer.train_step_info.optimization_step == count + 1
-            assert not equal(snapshot(trainer)["model"], before["model"])
-        else:
-            overflows += 1
-            after = snapshot(trainer)
-            assert equal(after["model"], before["model"]) and equal(after["optimizer"], before["optimizer"])
-            assert trainer.train_step_info.optimization_step == count
-            assert trainer.loss_scaler.loss_scale == scale / 2
-    assert overflows > 5 and seen_finite > 5
-    assert trainer.train_step_info.step == 60
-    assert trainer.loss_scaler is scaler and scaler.loss_scale < 2.0**40, "the user's own object works"
-    assert trainer.loss_scaler.input_name
-
-
-def test_scale_grows_after_finite_updates_not_micro_batches() -> None:
-    scaler = amp.DynamicLossScaler(loss_scale=4.0, up_scale_window=3)
-    trainer = mlp_trainer(fp16(scaler, batch={"gradient_accumulation_steps": 2}))
-    scales = []
-    for x, y in mlp_batches(14):
-        trainer.train_step(x, y)
-        scales.append(trainer.loss_scaler.loss_scale)
-    assert scales == [4, 4, 4, 4, 4, 8, 8, 8, 8, 8, 8, 16, 16, 16]
 
 
 def test_default_scaler_and_one_of_the_users_own() -> None:
@@ -221,42 +172,18 @@ def test_what_a_scaler_of_the_users_own_gets_to_see_and_keep(tmp_path: Any) -> N
         trainer.train_step(*mlp_batches(1)[0])
 
 
-def test_scaler_is_resumed() -> None:
-    trainer = mlp_trainer(fp16(amp.DynamicLossScaler(loss_scale=8.0, up_scale_window=3)))
-    batches = mlp_batches(8)
-    for x, y in batches[:4]:
-        trainer.train_step(x, y)
-    state = trainer.state_dict()
-    assert state["loss_scaler"] == {"loss_scale": 16.0, "stable_steps_count": 1}
-    other = mlp_trainer(fp16(amp.DynamicLossScaler(loss_scale=8.0, up_scale_window=3)))
-    other.load_state_dict(state)
-    for x, y in batches[4:]:
-        assert torch.equal(trainer.train_step(x, y)[0], other.train_step(x, y)[0])
-    assert other.loss_scaler.state_dict() == trainer.loss_scaler.state_dict()
-    assert equal(snapshot(trainer), snapshot(other))
-
-
 def test_accumulation_is_the_mean_in_fp32() -> None:
     """Gradients that fp16 can't sum: a large one and many that vanish beside it."""
-
-    class Scaled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.fc = nn.Linear(1, 1, bias=False)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.fc(x)
-
-    desc = {"inputs": [("x", ["b", 1]), ("y", ["b", 1])], "outputs": [("loss", [], True)]}
-    model = Scaled()
-    weight = model.fc.weight.item()
+    desc = {"inputs": [("input", ["b", 1]), ("y", ["b", 1])], "outputs": [("loss", [], True)]}
+    model = nn.Linear(1, 1, bias=False)
+    weight = model.weight.item()
     options = ORTTrainerOptions(fp16(amp.LossScaler(1.0), batch={"gradient_accumulation_steps": 4}))
     trainer = ORTTrainer(
         model, desc, optim.SGDConfig(lr=1.0), loss_fn=lambda p, y: (p.float() * y).mean(), options=options
     )
     for x in (1024.0, 0.25, 0.25, 0.25):
         trainer.train_step(torch.tensor([[x]]), torch.ones(1, 1))
-    moved = weight - trainer.state_dict(pytorch_format=True)["fc.weight"].item()
+    moved = weight - trainer.state_dict(pytorch_format=True)["weight"].item()
     assert moved == pytest.approx((1024 + 0.75) / 4, rel=1e-6)
 
 
@@ -312,60 +239,43 @@ def test_the_windows_that_overflow_are_grad_scalers(size: int, reduction: str, k
     assert_close(trainer.get_parameter("weight"), expected, 1e-3, "after an incomplete window")
 
 
+def replaced(layer: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    h = layer(x)
+    image = h.reshape(1, 1, 4, 6)
+    volume = h.reshape(1, 1, 2, 3, 4)
+    found = (
+        F.multi_margin_loss(h, torch.tensor([1, 0, 2, 1]), p=2),
+        F.multilabel_margin_loss(h, torch.tensor([[1, 0, -1, 2, 3, 3]] * 4)),
+        F.triplet_margin_loss(h[:1], h[1:2], h[2:3]),
+        torch.cdist(h[:2], h[2:]),
+        F.grid_sample(image, h[:, :2].reshape(1, 2, 2, 2).tanh(), align_corners=False),
+        F.adaptive_avg_pool3d(volume, 2),
+        F.adaptive_max_pool3d(volume, 2),
+        *(F.pad(value, (1, 1) * count, mode="replicate") for count, value in ((1, h), (2, image), (3, volume))),
+        F.pad(h, (1, 1)),
+        F.group_norm(h, 2),
+    )
+    return sum((value.float() ** 2).sum() for value in found), *found
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("kernels", ["auto", "onnxruntime"])
 def test_what_replaces_an_operator_has_the_dtype_of_autocast(dtype: torch.dtype, kernels: str) -> None:
     """Autocast computes these operators in fp32; it does not see them in a graph that has others instead."""
-
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.fc = nn.Linear(6, 6)
-
-        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            h = self.fc(x)
-            image = h.reshape(1, 1, 4, 6)
-            volume = h.reshape(1, 1, 2, 3, 4)
-            found = (
-                F.multi_margin_loss(h, torch.tensor([1, 0, 2, 1]), p=2),
-                F.multilabel_margin_loss(h, torch.tensor([[1, 0, -1, 2, 3, 3]] * 4)),
-                F.triplet_margin_loss(h[:1], h[1:2], h[2:3]),
-                torch.cdist(h[:2], h[2:]),
-                F.grid_sample(image, h[:, :2].reshape(1, 2, 2, 2).tanh(), align_corners=False),
-                F.adaptive_avg_pool3d(volume, 2),
-                F.adaptive_max_pool3d(volume, 2),
-                *(F.pad(value, (1, 1) * count, mode="replicate") for count, value in ((1, h), (2, image), (3, volume))),
-                F.pad(h, (1, 1)),
-                F.group_norm(h, 2),
-            )
-            return sum((value.float() ** 2).sum() for value in found), *found
-
-    model = Net()
-    reference = copy.deepcopy(model)
+    model = Apply(nn.Linear(6, 6), replaced)
+    reference = Reference(model, loss_fn=None, dtype=dtype, lr=0.0)
     mixed = {"enabled": True, "dtype": str(dtype)[6:], "loss_scaler": amp.LossScaler(1.0)}
     options = ORTTrainerOptions({"mixed_precision": mixed, "utils": {"kernels": kernels}})
     trainer = ORTTrainer(model, "auto", optim.SGDConfig(lr=0.0), options=options)
     x = torch.randn(4, 6)
-    loss, *ours = trainer.train_step(x)
-    with torch.autocast("cpu", dtype):
-        expected, *theirs = reference(x)
-    expected.backward()
+    ours = trainer.train_step(x)
+    reference.backward(x)
     tolerance = 4 * torch.finfo(dtype).eps
-    for number, (a, b) in enumerate(zip([loss, *ours], [expected, *theirs], strict=True)):
+    for number, (a, b) in enumerate(zip(ours, reference.outputs, strict=True)):
         assert a.dtype == b.dtype, number
         assert_close(a.float(), b.detach().float(), tolerance, str(number))
-    assert_close(trainer.get_gradient("fc.weight"), reference.fc.weight.grad, 2 * tolerance, "gradient")
-
-
-def test_cross_precision_loading() -> None:
-    half, full = mlp_trainer(fp16()), mlp_trainer()
-    batch = mlp_batches(1)[0]
-    half.train_step(*batch)
-    full.train_step(*batch)
-    full.load_state_dict(half.state_dict())
-    assert equal(full.state_dict()["optimizer"], half.state_dict()["optimizer"])
-    half.load_state_dict(full.state_dict())
-    assert half.loss_scaler.loss_scale == 65536.0
+    expected = reference.model.module.weight.grad
+    assert_close(trainer.get_gradient("module.weight"), expected, 2 * tolerance, "gradient")
 
 
 class ConvNet(nn.Module):
@@ -382,30 +292,30 @@ class ConvNet(nn.Module):
         return self.head(self.layer_norm(self.attention(hidden, hidden, hidden)[0]).mean(1))
 
 
-def test_convolution_attention_and_norms_in_fp16() -> None:
-    model = ConvNet()
-    reference = copy.deepcopy(model)
-    desc = {
-        "inputs": [("image", ["b", 1, 8, 8]), ("label", ["b"])],
-        "outputs": [("loss", [], True), ("logits", ["b", 3])],
-    }
-    trainer = ORTTrainer(
-        model, desc, optim.SGDConfig(lr=0.05), loss_fn=F.cross_entropy, options=ORTTrainerOptions(fp16())
-    )
-    optimizer = torch.optim.SGD(reference.parameters(), lr=0.05)
-    for _ in range(10):
-        x, y = torch.randn(4, 1, 8, 8), torch.randint(0, 3, (4,))
-        loss, _ = trainer.train_step(x, y)
-        with torch.autocast("cpu", torch.float16):
-            expected = F.cross_entropy(reference(x), y)
-        assert_close(loss, expected.detach(), 2e-2, "loss")
-        optimizer.zero_grad()
-        expected.backward()
-        optimizer.step()
+IMAGES_DESC = {
+    "inputs": [("image", ["b", 1, 8, 8]), ("label", ["b"])],
+    "outputs": [("loss", [], True), ("logits", ["b", 3])],
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_convolution_attention_and_norms(dtype: torch.dtype) -> None:
+    model, is_half = ConvNet(), dtype == torch.float16
+    relative = 2e-2 if is_half else 1e-2
+    reference = Reference(model, dtype=dtype, lr=0.05)
+    scaler = None if is_half else amp.DynamicLossScaler(loss_scale=8.0)
+    options = ORTTrainerOptions((fp16 if is_half else bf16)(scaler))
+    trainer = ORTTrainer(model, IMAGES_DESC, optim.SGDConfig(lr=0.05), loss_fn=F.cross_entropy, options=options)
+    assert trainer.loss_scaler is not None, "a scaler that is given is used"
+    for _ in range(10 if is_half else 5):
+        # Inputs in bfloat16 go through, too.
+        x, y = torch.randn(4, 1, 8, 8).to(torch.float32 if is_half else dtype), torch.randint(0, 3, (4,))
+        loss, logits = trainer.train_step(x, y)
+        assert logits.dtype == dtype
+        assert_close(loss, reference.step(x, y), relative, "loss")
     evaluated = trainer.eval_step(x, y)[0]
-    reference.eval()
-    with torch.autocast("cpu", torch.float16):
-        assert_close(evaluated, F.cross_entropy(reference(x), y).detach(), 2e-2, "evaluation")
+    reference.model.eval()
+    assert_close(evaluated, reference.loss(x, y).detach(), relative, "evaluation")
 
 
 @pytest.mark.parametrize(
@@ -419,26 +329,16 @@ def test_convolution_attention_and_norms_in_fp16() -> None:
     ids=["scatter_reduce", "layer norm without weights", "extrema", "index_add"],
 )
 def test_operators_that_go_wrong_in_fp16(function: Any) -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 3)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.second(function(self.first(x)))
-
-    model = Model()
-    reference = copy.deepcopy(model)
+    model = Between(function)
+    reference = Reference(model, lr=0.0)
     scaler = amp.DynamicLossScaler(automatic_update=False, loss_scale=64.0)
     trainer = mlp_trainer(fp16(scaler, utils={"grad_norm_clip": False}), optim.SGDConfig(lr=1.0), model)
-    x, y = mlp_batches(1, 16)[0]
-    loss, _ = trainer.train_step(x, y)
-    expected = F.cross_entropy(reference(x), y)
-    expected.backward()
-    assert_close(loss, expected.detach(), 5e-3, "loss")
+    batch = mlp_batches(1, 16)[0]
+    loss, _ = trainer.train_step(*batch)
+    assert_close(loss, reference.backward(*batch), 5e-3, "loss")
     assert trainer.train_step_info.all_finite
     for name, value in trainer.state_dict(pytorch_format=True).items():
-        parameter = reference.get_parameter(name)
+        parameter = reference.model.get_parameter(name)
         assert_close(parameter.detach() - value, parameter.grad, 2e-2, name)
 
 
@@ -446,92 +346,28 @@ def bf16(scaler: amp.LossScaler | None = None, **options: Any) -> dict[str, Any]
     return {"mixed_precision": {"enabled": True, "dtype": torch.bfloat16, "loss_scaler": scaler}, **options}
 
 
-def test_bfloat16_numbers_are_those_of_autocast() -> None:
-    model = MLP()
-    reference = copy.deepcopy(model)
-    optimizer = torch.optim.AdamW(reference.parameters(), lr=1e-2, weight_decay=0.0)
-    trainer = mlp_trainer(bf16(utils={"grad_norm_clip": False}), model=model)
-    assert trainer.loss_scaler is None and trainer.options.mixed_precision.dtype == "bfloat16"
-    for x, y in mlp_batches(10):
-        loss, logits = trainer.train_step(x, y)
-        with torch.autocast("cpu", torch.bfloat16):
-            prediction = reference(x)
-            expected = F.cross_entropy(prediction, y)
-        assert loss.dtype == torch.float32 and logits.dtype == prediction.dtype == torch.bfloat16
-        assert_close(logits, prediction.detach(), 1e-2, "logits")
-        assert_close(loss, expected.detach(), 1e-3, "loss")
-        optimizer.zero_grad()
-        expected.backward()
-        optimizer.step()
-    assert_close(logits, prediction.detach(), 1e-2, "logits")
-    assert not torch.equal(prediction.float(), reference(x)), "PyTorch did compute in bfloat16"
-    for name, value in trainer.state_dict(pytorch_format=True).items():
-        assert_close(value, reference.state_dict()[name], 1e-3, name)
-    state = trainer.state_dict()
-    assert state["trainer_options"]["mixed_precision"] is True and "loss_scaler" not in state
-
-
-def test_convolution_attention_and_norms_in_bfloat16() -> None:
-    model = ConvNet()
-    reference = copy.deepcopy(model)
-    desc = {
-        "inputs": [("image", ["b", 1, 8, 8]), ("label", ["b"])],
-        "outputs": [("loss", [], True), ("logits", ["b", 3])],
-    }
-    options = ORTTrainerOptions(bf16(amp.DynamicLossScaler(loss_scale=8.0)))
-    trainer = ORTTrainer(model, desc, optim.SGDConfig(lr=0.05), loss_fn=F.cross_entropy, options=options)
-    assert trainer.loss_scaler is not None, "a scaler that is given is used"
-    optimizer = torch.optim.SGD(reference.parameters(), lr=0.05)
-    for _ in range(5):
-        # Inputs in bfloat16 go through, too.
-        x, y = torch.randn(4, 1, 8, 8).bfloat16(), torch.randint(0, 3, (4,))
-        loss, logits = trainer.train_step(x, y)
-        with torch.autocast("cpu", torch.bfloat16):
-            prediction = reference(x)
-            expected = F.cross_entropy(prediction, y)
-        assert logits.dtype == torch.bfloat16
-        assert_close(loss, expected.detach(), 1e-2, "loss")
-        optimizer.zero_grad()
-        expected.backward()
-        optimizer.step()
-    evaluated = trainer.eval_step(x, y)[0]
-    reference.eval()
-    with torch.autocast("cpu", torch.bfloat16):
-        assert_close(evaluated, F.cross_entropy(reference(x), y).detach(), 1e-2, "evaluation")
-
-
 @pytest.mark.options(random_numbers="pytorch")
 def test_dropout_in_bfloat16_has_the_masks_of_pytorch() -> None:
-    class Dropped(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.fc1, self.fc2 = nn.Linear(8, 32), nn.Linear(32, 3)
-
-        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            hidden = F.dropout(self.fc1(x), 0.3, self.training)
-            noisy = hidden + torch.randn_like(hidden) * 0.01
-            return self.fc2(noisy), hidden
+    def dropped(layers: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = F.dropout(layers[0](x), 0.3, layers.training)
+        noisy = hidden + torch.randn_like(hidden) * 0.01
+        return layers[1](noisy), hidden
 
     def loss_of(prediction: tuple[torch.Tensor, torch.Tensor], label: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(prediction[0], label)
 
-    model = Dropped()
-    reference = copy.deepcopy(model)
+    model = Apply(nn.ModuleList([nn.Linear(8, 32), nn.Linear(32, 3)]), dropped)
+    reference = Reference(model, loss_fn=loss_of, dtype=torch.bfloat16, lr=0.1)
     desc = {**MLP_DESC, "outputs": [("loss", [], True), ("logits", ["batch", 3]), ("hidden", ["batch", 32])]}
     torch.manual_seed(5)
     trainer = ORTTrainer(model, desc, optim.SGDConfig(lr=0.1), loss_fn=loss_of, options=ORTTrainerOptions(bf16()))
     torch.manual_seed(5)
-    for x, y in mlp_batches(5):
-        loss, _, hidden = trainer.train_step(x, y)
-        with torch.autocast("cpu", torch.bfloat16):
-            prediction = reference(x)
-            expected = loss_of(prediction, y)
-        assert hidden.dtype == prediction[1].dtype == torch.bfloat16
-        assert torch.equal(hidden == 0, prediction[1] == 0), "the masks are the same"
-        assert_close(loss, expected.detach(), 1e-2, "loss")
-        expected.backward()
-        torch.optim.SGD(reference.parameters(), lr=0.1).step()
-        reference.zero_grad()
+    for batch in mlp_batches(5):
+        loss, _, hidden = trainer.train_step(*batch)
+        assert_close(loss, reference.step(*batch), 1e-2, "loss")
+        expected = reference.outputs[1]
+        assert hidden.dtype == expected.dtype == torch.bfloat16
+        assert torch.equal(hidden == 0, expected == 0), "the masks are the same"
 
 
 def test_a_scale_that_is_assigned_inside_a_window_holds_from_the_next_on(tmp_path: Any) -> None:
@@ -560,32 +396,22 @@ def test_a_scale_that_is_assigned_inside_a_window_holds_from_the_next_on(tmp_pat
 @pytest.mark.options(kernels="onnxruntime")
 @pytest.mark.parametrize("function", [F.elu, F.selu])
 def test_an_activation_that_onnx_lacks_in_bfloat16(function: Any) -> None:
-    class Activated(MLP):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.fc2(function(self.fc1(x)))
-
-    model = Activated()
-    (x, label), *_ = mlp_batches(1)
-    with torch.autocast("cpu", torch.bfloat16):
-        expected = F.cross_entropy(model(x), label).detach()
-    trainer = ORTTrainer(model, MLP_DESC, optim.SGDConfig(), loss_fn=F.cross_entropy, options=ORTTrainerOptions(bf16()))
-    assert_close(trainer.train_step(x, label)[0], expected.float(), 1e-2, "loss")
+    model, batch = Between(function), mlp_batches(1)[0]
+    expected = Reference(model, dtype=torch.bfloat16, lr=0.0).backward(*batch)
+    trainer = mlp_trainer(bf16(), optim.SGDConfig(), model)
+    assert_close(trainer.train_step(*batch)[0], expected, 1e-2, "loss")
 
 
 def test_bfloat16_as_it_was_translated() -> None:
     """Without the cleanup passes, fewer values have their own type."""
-    desc = {
-        "inputs": [("image", ["b", 1, 8, 8]), ("label", ["b"])],
-        "outputs": [("loss", [], True), ("logits", ["b", 3])],
-    }
     options = ORTTrainerOptions(bf16(_internal_use={"enable_internal_postprocess": False}))
     model = ConvNet()
-    trainer = ORTTrainer(model, desc, optim.SGDConfig(), loss_fn=F.cross_entropy, options=options)
-    x, y = torch.randn(4, 1, 8, 8), torch.randint(0, 3, (4,))
-    loss, logits = trainer.train_step(x, y)
-    with torch.autocast("cpu", torch.bfloat16):
-        prediction = model.train()(x)
-    assert_close(logits, prediction.detach(), 1e-2, "logits")
+    reference = Reference(model, dtype=torch.bfloat16, lr=0.0)
+    trainer = ORTTrainer(model, IMAGES_DESC, optim.SGDConfig(), loss_fn=F.cross_entropy, options=options)
+    batch = torch.randn(4, 1, 8, 8), torch.randint(0, 3, (4,))
+    loss, logits = trainer.train_step(*batch)
+    reference.loss(*batch)
+    assert_close(logits, reference.outputs.detach(), 1e-2, "logits")
     assert torch.isfinite(loss)
 
 
@@ -593,31 +419,18 @@ def test_bfloat16_as_it_was_translated() -> None:
 def test_the_gradient_of_a_bfloat16_number() -> None:
     """The gradient is a sum, which type promotion computes in float32 and casts back: the cast is the result."""
 
-    class Scaled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale = nn.Parameter(torch.tensor(1.5, dtype=torch.bfloat16))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x.bfloat16() * self.scale
-
-    model = Scaled()
-    x, label = mlp_batches(1)[0]
-    desc = {**MLP_DESC, "outputs": [("loss", [], True), ("logits", ["batch", 8])]}
-    options = ORTTrainerOptions({"utils": {"grad_norm_clip": False}})
-
     def loss_fn(logits: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(logits.float(), label)
 
-    reference = copy.deepcopy(model)
-    trainer = ORTTrainer(model, desc, optim.SGDConfig(lr=0.1), loss_fn=loss_fn, options=options)
-    loss, _ = trainer.train_step(x, label)
-    expected = loss_fn(reference(x), label)
-    expected.backward()
-    assert_close(loss, expected.detach(), 1e-4, "loss")
-    gradient, theirs = trainer.get_gradient("scale"), reference.scale.grad
-    assert gradient is not None and theirs is not None
-    assert abs(float(gradient) - float(theirs)) <= 2**-7 * abs(float(theirs))
+    scale = nn.ParameterList([nn.Parameter(torch.tensor(1.5, dtype=torch.bfloat16))])
+    model, batch = Apply(scale, lambda scale, x: x.bfloat16() * scale[0]), mlp_batches(1)[0]
+    reference = Reference(model, loss_fn=loss_fn, lr=0.0)
+    options = ORTTrainerOptions({"utils": {"grad_norm_clip": False}})
+    trainer = ORTTrainer(model, "auto", optim.SGDConfig(lr=0.1), loss_fn=loss_fn, options=options)
+    loss, _ = trainer.train_step(*batch)
+    assert_close(loss, reference.backward(*batch), 1e-4, "loss")
+    gradient, theirs = trainer.get_gradient("module.0"), reference.model.module[0].grad
+    assert gradient is not None and abs(float(gradient) - float(theirs)) <= 2**-7 * abs(float(theirs))
 
 
 @pytest.mark.parametrize(

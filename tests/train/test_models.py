@@ -14,7 +14,18 @@ from torch import nn
 
 from ort_trainer import ExportError, ORTModule, ORTTrainer, ORTTrainerOptions, optim
 
-from ..helpers import MLP, MLP_DESC, TORCH, assert_close, assert_same_training, mlp_batches
+from ..fidelity.layer_cases import Apply
+from ..helpers import (
+    MLP,
+    MLP_DESC,
+    TORCH,
+    assert_close,
+    assert_same_training,
+    assert_same_weights,
+    mlp_batches,
+    mlp_trainer,
+)
+from ..zoo import Between, Tied
 
 pytestmark = pytest.mark.engine
 
@@ -32,48 +43,39 @@ def same(model: nn.Module, desc: dict[str, Any], batches: list, **options: Any) 
     return assert_same_training(model, desc, batches, CONFIG, adamw, relative=1e-4, **options)
 
 
-class CNN(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        # No bias before batch norm: its gradient is only rounding errors, which Adam would scale up.
-        self.conv1 = nn.Conv2d(1, 4, 3, stride=2, padding=1, bias=False)
-        self.norm1 = nn.BatchNorm2d(4)
-        self.conv2 = nn.Conv2d(4, 6, 3, padding=1, groups=2, bias=False)
-        self.norm2 = nn.BatchNorm2d(6)
-        self.head = nn.Linear(6, 3)
+def cnn() -> nn.Module:
+    # No bias before batch norm: its gradient is only rounding errors, which Adam would scale up.
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3, stride=2, padding=1, bias=False), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Conv2d(4, 6, 3, padding=1, groups=2, bias=False), nn.BatchNorm2d(6), nn.ReLU(), nn.AvgPool2d(2),
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, 3),
+    )  # fmt: skip
 
-    def forward(self, image: torch.Tensor) -> torch.Tensor:
-        hidden = F.max_pool2d(F.relu(self.norm1(self.conv1(image))), 2)
-        hidden = F.relu(self.norm2(self.conv2(hidden)))
-        return self.head(F.avg_pool2d(hidden, 2).mean((2, 3)))
+
+IMAGES_DESC = {"inputs": [("input", ["batch", 1, 12, 12]), ("label", ["batch"])], "outputs": [("loss", [], True)]}
+
+
+def images(size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(size, 1, 12, 12), torch.randint(0, 3, (size,))
 
 
 def test_cnn_with_batch_norm_and_batches_of_any_size() -> None:
-    generator = torch.Generator().manual_seed(1)
     sizes = [8] * 10 + [1, 2, 8, 3, 5, 8, 1, 8, 8, 4]
-    batches = [
-        (torch.randn(n, 1, 12, 12, generator=generator), torch.randint(0, 3, (n,), generator=generator)) for n in sizes
-    ]
-    desc = {
-        "inputs": [("image", ["batch", 1, 12, 12]), ("label", ["batch"])],
-        "outputs": [("loss", [], True), ("logits", ["batch", 3])],
-    }
-    trainer = same(CNN(), desc, batches)
+    trainer = same(cnn(), IMAGES_DESC, [images(size) for size in sizes])
     assert len(trainer.session.graphs(True)) == 1, "one export serves all batch sizes"
 
 
 class Encoder(nn.Module):
-    def __init__(self, dropout: float = 0.0) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(50, 16)
         self.position = nn.Parameter(torch.randn(32, 16) * 0.02)
-        layer = nn.TransformerEncoderLayer(16, 2, 32, dropout, activation="gelu", batch_first=True)
-        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.layer = nn.TransformerEncoderLayer(16, 2, 32, 0.0, activation="gelu", batch_first=True)
         self.head = nn.Linear(16, 3)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         hidden = self.embedding(tokens) + self.position[: tokens.shape[1]]
-        return self.head(self.encoder(hidden).mean(1))
+        return self.head(self.layer(hidden).mean(1))
 
 
 ENCODER_DESC = {
@@ -82,40 +84,24 @@ ENCODER_DESC = {
 }
 
 
-def token_batches(shapes: list[tuple[int, int]]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    return [(torch.randint(0, 50, shape), torch.randint(0, 3, shape[:1])) for shape in shapes]
-
-
-def test_transformer_encoder_with_sequences_of_any_length() -> None:
-    shapes = [(4, 9)] * 10 + [(1, 9), (4, 1), (2, 30), (4, 32), (3, 5), (1, 1), (4, 9), (4, 8), (2, 2), (1, 2)]
-    trainer = same(Encoder(), ENCODER_DESC, token_batches(shapes))
-    assert len(trainer.session.graphs(True)) == 1
-
-
 def test_first_batch_of_one_does_not_freeze_the_sizes() -> None:
-    shapes = [(1, 1), (4, 7), (1, 7), (4, 1)] * 5
-    trainer = same(Encoder(), ENCODER_DESC, token_batches(shapes))
+    shapes = [(1, 1), (4, 7), (1, 7), (4, 1), (2, 30), (4, 32)] * 3
+    batches = [(torch.randint(0, 50, shape), torch.randint(0, 3, shape[:1])) for shape in shapes]
+    trainer = same(Encoder(), ENCODER_DESC, batches)
     assert len(trainer.session.graphs(True)) == 1
 
 
-class Branching(nn.Module):
+def branching(y: torch.Tensor) -> torch.Tensor:
     """Branches on symbolic sizes, one of them on a size of 1."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(8, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.fc(x)
-        if x.shape[0] > 1:
-            y = y - y.mean(0)
-        return y * 2 if x.shape[0] > 3 else y
+    if y.shape[0] > 1:
+        y = y - y.mean(0)
+    return y * 2 if y.shape[0] > 3 else y
 
 
 @pytest.mark.parametrize("first", [1, 2, 5])
 def test_branches_on_sizes(first: int) -> None:
-    batches = [(torch.randn(n, 8), torch.randint(0, 3, (n,))) for n in [first, 1, 2, 5] * 5]
-    trainer = same(Branching(), MLP_DESC, batches)
+    batches = [batch for n in [first, 1, 2, 5] * 5 for batch in mlp_batches(1, n, seed=n)]
+    trainer = same(Between(branching), MLP_DESC, batches)
     assert len(trainer.session.graphs(True)) == 3
 
 
@@ -131,46 +117,17 @@ def test_batch_norm_refuses_a_single_value_as_pytorch_does() -> None:
     trainer.eval_step(x[:1], y[:1])
 
 
-class TiedLanguageModel(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(40, 16)
-        self.layer = nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True, norm_first=True)
-        self.norm = nn.LayerNorm(16)
-        self.head = nn.Linear(16, 40, bias=False)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1])
-        return self.head(self.norm(self.layer(self.embedding(tokens), src_mask=mask, is_causal=True)))
-
-
-def language_loss(logits: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(logits.flatten(0, 1), label.flatten(), ignore_index=-100)
-
-
-def test_language_model_with_tied_weights() -> None:
-    desc = {
-        "inputs": [("tokens", ["batch", "length"]), ("label", ["batch", "length"])],
-        "outputs": [("loss", [], True), ("logits", ["batch", "length", 40])],
-    }
-    batches = []
-    for length in [8] * 10 + [5, 11] * 5:
-        tokens = torch.randint(0, 40, (3, length))
-        label = tokens.roll(-1, 1)
-        label[:, -1] = -100
-        batches.append((tokens, label))
-    trainer = same(TiedLanguageModel(), desc, batches, loss_fn=language_loss)
+def test_tied_weights_have_both_names() -> None:
+    trainer = same(Tied(), MLP_DESC, mlp_batches(20))
     weights = trainer.state_dict(pytorch_format=True)
-    assert torch.equal(weights["head.weight"], weights["embedding.weight"])
-    full = trainer.state_dict()["model"]["full_precision"]
-    assert "head.weight" in full and "embedding.weight" in full
-    TiedLanguageModel().load_state_dict(weights, strict=True)
-    group = [{"params": ["head.weight"], "lambda_coef": 0.5}]  # the other name of the tied weight
-    other = ORTTrainer(TiedLanguageModel(), desc, optim.AdamConfig(group, lr=0.1), loss_fn=language_loss)
-    other.prepare(batches[0])
+    assert torch.equal(weights["second.weight"], weights["first.weight"])
+    assert {"first.weight", "second.weight"} < trainer.state_dict()["model"]["full_precision"].keys()
+    Tied().load_state_dict(weights, strict=True)
+    group = [{"params": ["second.weight"], "lambda_coef": 0.5}]  # the other name of the tied weight
+    other = mlp_trainer(config=optim.AdamConfig(group, lr=0.1), model=Tied())
+    other.prepare(mlp_batches(1)[0])
     groups = other.loop.optimizer.groups
-    assert [hyper["lambda_coef"] for _, hyper, _, names in groups if "embedding.weight" in names] == [0.5]
+    assert [hyper["lambda_coef"] for _, hyper, _, names in groups if "first.weight" in names] == [0.5]
 
 
 @dataclasses.dataclass
@@ -254,7 +211,7 @@ def test_awkward_parameters_and_names(tmp_path: Any) -> None:
     assert torch.equal(weights["frozen"], model.frozen)
     assert weights["named.a/b"].shape == (3,)
     trainer.save_checkpoint(tmp_path / "a.ortckpt")
-    other = ORTTrainer(Awkward(), MLP_DESC, CONFIG, loss_fn=F.cross_entropy)
+    other = mlp_trainer(config=CONFIG, model=Awkward())
     other.load_checkpoint(tmp_path / "a.ortckpt")
     other.prepare(mlp_batches(1)[0])
     restored = other.state_dict(pytorch_format=True)
@@ -284,85 +241,36 @@ def test_frozen_weights_option() -> None:
 
 
 def test_the_users_model_is_left_as_it_was_found() -> None:
-    model = CNN()
+    model: Any = cnn()
     model.eval()
-    model.norm1.train()
-    model.head.weight.requires_grad_(False)
+    model[1].train()
+    model[-1].weight.requires_grad_(False)
     modes = [module.training for module in model.modules()]
     flags = [p.requires_grad for p in model.parameters()]
     state = {name: value.clone() for name, value in model.state_dict().items()}
-    desc = {"inputs": [("image", ["b", 1, 12, 12]), ("y", ["b"])], "outputs": [("loss", [], True)]}
     options = ORTTrainerOptions({"utils": {"share_weights": False}})
-    trainer = ORTTrainer(model, desc, optim.SGDConfig(lr=0.5), loss_fn=F.cross_entropy, options=options)
+    trainer = ORTTrainer(model, IMAGES_DESC, optim.SGDConfig(lr=0.5), loss_fn=F.cross_entropy, options=options)
     for _ in range(2):
-        trainer.train_step(torch.randn(3, 1, 12, 12), torch.tensor([0, 1, 2]))
-    trainer.eval_step(torch.randn(3, 1, 12, 12), torch.tensor([0, 1, 2]))
+        trainer.train_step(*images(3))
+    trainer.eval_step(*images(3))
     assert [module.training for module in model.modules()] == modes
     assert [p.requires_grad for p in model.parameters()] == flags
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters())
     trained = trainer.state_dict(pytorch_format=True)
-    assert torch.equal(trained["head.weight"], state["head.weight"])
-    assert not torch.equal(trained["conv1.weight"], state["conv1.weight"])
+    assert torch.equal(trained["10.weight"], state["10.weight"])
+    assert not torch.equal(trained["0.weight"], state["0.weight"])
 
 
 def test_non_contiguous_inputs_and_arrays_train_correctly() -> None:
-    desc = MLP_DESC
     batches = [(x.T.contiguous().T, y) for x, y in mlp_batches(20)]
     assert not batches[0][0].is_contiguous()
-    assert_same_training(MLP(), desc, batches, CONFIG, adamw)
     model = MLP()
-    first = ORTTrainer(copy.deepcopy(model), desc, CONFIG, loss_fn=F.cross_entropy)
-    second = ORTTrainer(model, desc, CONFIG, loss_fn=F.cross_entropy)
-    for x, y in mlp_batches(3):
-        a = first.train_step(x, y)[0]
-        b = second.train_step(x.numpy(), label=y.numpy())[0]
-        assert torch.equal(a, b)
-
-
-class Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv = nn.Linear(8, 24)
-        self.head = nn.Linear(8, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = self.qkv(x).view(x.shape[0], x.shape[1], 3, 2, 4).permute(2, 0, 3, 1, 4)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.head(y.transpose(1, 2).flatten(2).mean(1))
-
-
-class Detached(nn.Module):
-    """A custom autograd function, a detach and an untaken NaN: the gradient is PyTorch's, not the formula's."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mlp = MLP()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.mlp(x)
-        y = y + 2.0 * y.detach()
-        y = y + Straight.apply(y)
-        return torch.where(y > 0, y, torch.zeros_like(y)) + torch.where(y > 1e9, torch.log(-y.abs()).detach(), y)
-
-
-class Straight(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return torch.round(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        return grad * 0.5
-
-
-def test_scaled_dot_product_attention() -> None:
-    desc = {"inputs": [("x", ["b", "s", 8]), ("y", ["b"])], "outputs": [("loss", [], True), ("logits", ["b", 3])]}
-    same(Attention(), desc, [(torch.randn(3, n, 8), torch.randint(0, 3, (3,))) for n in [6, 4] * 10])
-
-
-def test_detach_and_custom_functions() -> None:
-    same(Detached(), MLP_DESC, mlp_batches(20))
+    second = mlp_trainer({"utils": {"grad_norm_clip": False}}, CONFIG, copy.deepcopy(model))
+    assert_same_training(model, MLP_DESC, batches, CONFIG, adamw)
+    for x, y in batches:
+        second.train_step(x.numpy(), label=y.numpy())
+    assert_same_weights(second, model, 1e-6)
 
 
 class OwnBackward(torch.autograd.Function):
@@ -380,7 +288,7 @@ class OwnBackward(torch.autograd.Function):
 
 
 class Special(nn.Module):
-    """Features that an exporter easily loses."""
+    """Features that an exporter easily loses and that need more than a function."""
 
     def __init__(self, case: str) -> None:
         super().__init__()
@@ -393,16 +301,8 @@ class Special(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.fc1(x)
-        if self.case == "straight through":
-            y = Straight.apply(y)
-        if self.case == "own backward":
-            y = OwnBackward.apply(y)
         if self.case == "own backward, a layer with two names":
             y = self.fc0(OwnBackward.apply(y))
-        if self.case == "hook" and y.requires_grad:
-            y.register_hook(lambda grad: grad * 3)
-        if self.case == "hook of a node" and y.grad_fn is not None:
-            y.grad_fn.register_prehook(lambda grads: (grads[0] * 3,))
         if self.case == "assigned buffer":
             self.average = 0.9 * self.average + 0.1 * y.detach().mean(0)
             y = y + self.average
@@ -411,26 +311,36 @@ class Special(nn.Module):
         return self.fc2(y)
 
 
+def hooked(y: torch.Tensor) -> torch.Tensor:
+    if y.requires_grad:
+        y.register_hook(lambda grad: grad * 3)
+    return y
+
+
+def hooked_node(y: torch.Tensor) -> torch.Tensor:
+    if y.grad_fn is not None:
+        y.grad_fn.register_prehook(lambda grads: (grads[0] * 3,))
+    return y
+
+
+EASILY_LOST = {
+    "own backward": lambda: Between(OwnBackward.apply),
+    "hook": lambda: Between(hooked),
+    "hook of a node": lambda: Between(hooked_node),
+    "own backward, a layer with two names": lambda: Special("own backward, a layer with two names"),
+    "assigned buffer": lambda: Special("assigned buffer"),
+    "dropout between layers": lambda: Special("dropout between layers"),
+}
+
+
 @pytest.mark.options(random_numbers="pytorch")
-@pytest.mark.parametrize(
-    "case",
-    [
-        *("straight through", "own backward", "own backward, a layer with two names", "hook", "hook of a node"),
-        *("assigned buffer", "dropout between layers"),
-    ],
-)
+@pytest.mark.parametrize("case", EASILY_LOST)
 def test_what_an_exporter_loses_easily(case: str) -> None:
     """Uses SGD, because Adam would hide a gradient that is wrong by a factor."""
-    model = Special(case)
     assert_same_training(
-        model,
-        MLP_DESC,
-        mlp_batches(20),
-        optim.SGDConfig(lr=0.05),
-        lambda reference: torch.optim.SGD(reference.parameters(), lr=0.05),
-        relative=1e-4,
-        seed=5,
-    )
+        EASILY_LOST[case](), MLP_DESC, mlp_batches(20), optim.SGDConfig(lr=0.05),
+        lambda reference: torch.optim.SGD(reference.parameters(), lr=0.05), relative=1e-4, seed=5,
+    )  # fmt: skip
 
 
 def test_double_precision() -> None:
@@ -472,33 +382,24 @@ def test_several_options_objects_are_not_needed() -> None:
     losses = []
     model = MLP()
     for _ in range(2):
-        trainer = ORTTrainer(
-            copy.deepcopy(model), desc, optim.AdamConfig(groups, lr=0.1), loss_fn=F.cross_entropy, options=options
-        )
+        config = optim.AdamConfig(groups, lr=0.1)
+        trainer = ORTTrainer(copy.deepcopy(model), desc, config, loss_fn=F.cross_entropy, options=options)
         losses.append([trainer.train_step(x, y)[0].item() for x, y in mlp_batches(4)])
         assert options.mixed_precision.loss_scaler is None
     assert losses[0] == losses[1]
     assert (groups, desc, options.to_dict()["batch"]) == before
 
 
-def test_convolutions_of_large_batches_need_no_other_graph() -> None:
+@pytest.mark.parametrize(("branches", "graphs"), [(False, 1), (True, 2)])
+def test_convolutions_of_large_batches_need_no_other_graph(branches: bool, graphs: int) -> None:
     """PyTorch compares the batch with 16 to choose a library; a branch of the model on that number is still kept."""
 
-    def conv(own: nn.Module, image: torch.Tensor) -> torch.Tensor:
-        return own.layer(image) * (2 if image.shape[0] < 16 else 3)
+    def conv(layer: nn.Module, input: torch.Tensor) -> torch.Tensor:
+        return (layer(input) * (3 if branches and input.shape[0] >= 16 else 2)).mean((2, 3))
 
-    class Model(nn.Module):
-        def __init__(self, branches: bool) -> None:
-            super().__init__()
-            self.layer, self.branches = nn.Conv2d(1, 3, 3), branches
-
-        def forward(self, image: torch.Tensor) -> torch.Tensor:
-            return (conv(self, image) if self.branches else self.layer(image)).mean((2, 3))
-
-    desc = {"inputs": [("image", ["batch", 1, 6, 6]), ("label", ["batch"])], "outputs": [("loss", [], True)]}
-    batches = [(torch.randn(size, 1, 6, 6), torch.randint(0, 3, (size,))) for size in (4, 20, 5)]
-    assert len(same(Model(False), desc, batches).session.graphs(True)) == 1
-    assert len(same(Model(True), desc, batches).session.graphs(True)) == 2
+    model = Apply(nn.Conv2d(1, 3, 3), conv)
+    desc = {**IMAGES_DESC, "inputs": [("x", ["batch", 1, 12, 12]), ("label", ["batch"])]}
+    assert len(same(model, desc, [images(size) for size in (4, 20, 5)]).session.graphs(True)) == graphs
 
 
 class Reversed(torch.autograd.Function):
@@ -512,17 +413,6 @@ class Reversed(torch.autograd.Function):
 
 
 reverse = Reversed.apply  # bound before any trainer could notice
-
-
-class Tail(nn.Module):
-    """A layer that an exporter may get wrong, between two others."""
-
-    def __init__(self, function: Any) -> None:
-        super().__init__()
-        self.first, self.second, self.function = nn.Linear(8, 8), nn.Linear(8, 3), function
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.second(self.function(self.first(x)))
 
 
 INDEX = torch.tensor([0, 1, 1, 2, 5, 5, 5, 7])
@@ -570,7 +460,7 @@ def rounded_up(hidden: torch.Tensor) -> torch.Tensor:
 )  # fmt: skip
 def test_what_is_easily_wrong_without_an_error(function: Any) -> None:
     sizes = [5, 8, 4, 7]
-    same(Tail(function), MLP_DESC, [batch for size in sizes for batch in mlp_batches(1, size, seed=size)])
+    same(Between(function), MLP_DESC, [batch for size in sizes for batch in mlp_batches(1, size, seed=size)])
 
 
 @pytest.mark.parametrize(
@@ -606,20 +496,14 @@ def _positive(rows: torch.Tensor) -> torch.Tensor:
     return rows[rows[:, 0] > 0]
 
 
-class SelectedRows(nn.Module):
-    """Its outputs have sizes that depend on values; two are views."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(8, 4)
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        rows = _positive(self.layer(x))
-        return rows.pow(2).sum(), rows.reshape(-1, 2, 2).clone(), rows.t().clone()
+def selected_rows(layer: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Outputs have sizes that depend on values; two are views."""
+    rows = _positive(layer(x))
+    return rows.pow(2).sum(), rows.reshape(-1, 2, 2).clone(), rows.t().clone()
 
 
 def test_outputs_whose_sizes_depend_on_values() -> None:
-    model = SelectedRows()
+    model = Apply(nn.Linear(8, 4), selected_rows)
     called, reference = ORTModule(copy.deepcopy(model)), copy.deepcopy(model)
     trainer = ORTTrainer(model, "auto", optim.SGDConfig(lr=1e-9), options={"utils": {"kernels": "pytorch"}})
     for x, _ in [*mlp_batches(2), *mlp_batches(1, 7)]:
@@ -630,7 +514,7 @@ def test_outputs_whose_sizes_depend_on_values() -> None:
                 assert_close(mine.detach(), theirs.detach(), 1e-5, "output")
         for outputs in (called(x), reference(x)):
             (outputs[0] + outputs[1].sum() * 2 + outputs[2].exp().mean()).backward()
-    assert_close(called.layer.weight.grad, reference.layer.weight.grad, 1e-5, "gradient")
+    assert_close(called.module.module.weight.grad, reference.module.weight.grad, 1e-5, "gradient")
     assert [spec.shape for spec in trainer.session.graphs(True)[0].outputs] == [(), None, None]
 
 
@@ -645,21 +529,19 @@ def on_cpu(hidden: torch.Tensor) -> torch.Tensor:
 
 
 def test_hooks_that_change_saved_tensors_are_refused() -> None:
-    same(Tail(on_cpu), MLP_DESC, mlp_batches(2))
+    same(Between(on_cpu), MLP_DESC, mlp_batches(2))
     with pytest.raises(ExportError, match=r"saved_tensors_hooks, .* remove them, or change the values in forward"):
-        ORTTrainer(Tail(with_saved_tensors_doubled), "auto", CONFIG, loss_fn=F.cross_entropy).train_step(
-            *mlp_batches(1)[0]
-        )
+        mlp_trainer(model=Between(with_saved_tensors_doubled)).train_step(*mlp_batches(1)[0])
 
 
 def test_reentrant_checkpoints_and_late_hooks_are_refused() -> None:
-    reentrant = Tail(lambda hidden: torch.utils.checkpoint.checkpoint(torch.tanh, hidden, use_reentrant=True))
+    reentrant = Between(lambda hidden: torch.utils.checkpoint.checkpoint(torch.tanh, hidden, use_reentrant=True))
     with pytest.raises(ExportError, match="pass use_reentrant=False"):
-        ORTTrainer(reentrant, MLP_DESC, CONFIG, loss_fn=F.cross_entropy).train_step(*mlp_batches(1)[0])
+        mlp_trainer(model=reentrant).train_step(*mlp_batches(1)[0])
     hooked = MLP()
     hooked.fc1.weight.register_post_accumulate_grad_hook(lambda p: None)
     with pytest.raises(ExportError, match=r"parameter 'fc1.weight' has a backward hook"):
-        ORTTrainer(hooked, MLP_DESC, CONFIG, loss_fn=F.cross_entropy).train_step(*mlp_batches(1)[0])
+        mlp_trainer(model=hooked).train_step(*mlp_batches(1)[0])
 
 
 class Remembering(MLP):
@@ -694,9 +576,8 @@ class Parted(MLP):
 
 
 def test_a_history_that_is_refused() -> None:
-    trainer = ORTTrainer(Parted(), MLP_DESC, CONFIG, loss_fn=F.cross_entropy)
     with pytest.raises(ExportError, match=r"changes 'mean' in place to a value that requires grad.*\n?.*detach\(\)"):
-        trainer.train_step(*mlp_batches(1)[0])
+        mlp_trainer(model=Parted()).train_step(*mlp_batches(1)[0])
 
 
 def test_dropouts_that_stay_on_in_evaluation_are_independent() -> None:

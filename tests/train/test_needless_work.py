@@ -16,7 +16,7 @@ from ort_trainer import ORTTrainer, ORTTrainerOptions, optim
 from ort_trainer.engine.programs import losses
 from ort_trainer.kernels.programs.rewrites import linear_cross_entropy
 
-from ..helpers import assert_close, assert_same_weights
+from ..helpers import Reference, assert_close, train_both
 
 CLASSES = 50
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -104,16 +104,8 @@ def test_losses_and_weights_are_pytorchs(name: str, blocks: list[int]) -> None:
     torch.manual_seed(0)
     model = Tagger(**options)
     model.head.requires_grad_(not frozen)
-    expected = copy.deepcopy(model)
-    ours = trainer(model, loss)
-    theirs = torch.optim.SGD([p for p in expected.parameters() if p.requires_grad], lr=0.5)
-    for number in range(8):
-        value = loss(expected(batch(number)[0]), batch(number)[1])
-        theirs.zero_grad()
-        value.backward()
-        theirs.step()
-        assert_close(ours.train_step(*batch(number)), value.detach(), 1e-5, f"loss {number}")
-    assert_same_weights(ours, expected, 1e-5)
+    reference = Reference(model, loss_fn=loss, lr=0.5)
+    train_both(trainer(model, loss), reference, map(batch, range(8)))
     assert len(blocks) == 8
 
 

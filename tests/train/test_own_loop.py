@@ -11,92 +11,71 @@ import torch.nn.functional as F
 from torch import nn
 
 from ort_trainer import ORTTrainer, optim
-from tests.helpers import MLP, assert_close, mlp_batches, mlp_trainer
+from tests.helpers import MLP, Reference, assert_close, assert_same_parameters, mlp_batches, mlp_trainer
+from tests.zoo import Normed
 
 pytestmark = pytest.mark.engine
-
-
-class Normed(nn.Module):
-    def __init__(self, dropout: float = 0.0) -> None:
-        super().__init__()
-        self.fc1, self.norm, self.fc2 = nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 3)
-        self.dropout = nn.Dropout(dropout)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.fc2(self.dropout(self.norm(torch.tanh(self.fc1(x)))))
-
-
-def assert_same_state(model: nn.Module, reference: nn.Module, relative: float = 1e-5) -> None:
-    for name, value in reference.state_dict().items():
-        assert_close(model.state_dict()[name], value, relative, name)
 
 
 @pytest.mark.parametrize("own_optimizer", [True, False], ids=["torch.optim", "optimizer_step"])
 def test_gradients_are_added_to_those_that_are_there(own_optimizer: bool) -> None:
     model = Normed()
-    reference = copy.deepcopy(model)
+    theirs = Reference(model, torch.optim.AdamW, lr=0.01)
     trainer = mlp_trainer({"utils": {"max_grad_norm": 0.5}}, optim.AdamWConfig(lr=0.01), model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    other = torch.optim.AdamW(reference.parameters(), lr=0.01)
     batches = iter(mlp_batches(60))
     for _ in range(20):
-        for x, y in (next(batches), next(batches), next(batches)):
-            loss, logits = trainer.forward_backward(x, y)
-            expected = reference(x)
-            assert_close(logits, expected.detach(), 1e-5, "logits")
-            assert_close(loss, F.cross_entropy(expected, y).detach(), 1e-5, "loss")
-            F.cross_entropy(expected, y).backward()
+        for batch in (next(batches), next(batches), next(batches)):
+            loss, logits = trainer.forward_backward(*batch)
+            assert_close(loss, theirs.backward(*batch), 1e-5, "loss")
+            assert_close(logits, theirs.outputs.detach(), 1e-5, "logits")
         model.fc2.bias.grad.mul_(2.0)
-        reference.fc2.bias.grad.mul_(2.0)
-        for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-            assert_close(ours.grad, theirs.grad, 1e-5, "gradient")
-        norm = torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
+        theirs.model.fc2.bias.grad.mul_(2.0)
+        for mine, other in zip(model.parameters(), theirs.model.parameters(), strict=True):
+            assert_close(mine.grad, other.grad, 1e-5, "gradient")
+        norm = torch.nn.utils.clip_grad_norm_(theirs.model.parameters(), 0.5)
         if own_optimizer:
             torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
             optimizer.step()
         else:
             assert trainer.optimizer_step()
             assert trainer.train_step_info.grad_norm == pytest.approx(float(norm), rel=1e-5)
-        other.step()
-        assert_same_state(model, reference)
+        theirs.update(divisor=1)
+        assert_same_parameters(model, theirs.model)
         model.zero_grad()
-        other.zero_grad()
     assert trainer.train_step_info.step == 0
     assert trainer.train_step_info.optimization_step == (0 if own_optimizer else 20)
 
 
 def test_a_gradient_of_a_parameter_that_is_frozen_since_is_used() -> None:
     model = MLP()
-    reference = copy.deepcopy(model)
+    theirs = Reference(model, lr=0.1)
     trainer = mlp_trainer(config=optim.SGDConfig(lr=0.1), model=model)
-    other = torch.optim.SGD(reference.parameters(), lr=0.1)
-    for (x, y), frozen in zip(mlp_batches(3), (False, True, True), strict=True):
-        for module in (model, reference):
+    for batch, frozen in zip(mlp_batches(3), (False, True, True), strict=True):
+        for module in (model, theirs.model):
             module.fc1.weight.requires_grad_(not frozen)
-        trainer.forward_backward(x, y)
-        F.cross_entropy(reference(x), y).backward()
+        trainer.forward_backward(*batch)
+        theirs.backward(*batch)
     trainer.optimizer_step()
-    other.step()
-    assert_same_state(model, reference)
+    theirs.update(divisor=1)
+    assert_same_parameters(model, theirs.model)
     trainer.lazy_reset_grad()
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
 def test_a_loss_scale_is_not_in_the_gradients() -> None:
-    model = MLP()
+    model, batch = MLP(), mlp_batches(1)[0]
+    theirs = Reference(model, lr=0.1)
     trainer = mlp_trainer({"mixed_precision": {"enabled": True, "dtype": "float16"}}, optim.SGDConfig(lr=0.1), model)
-    x, y = mlp_batches(1)[0]
-    trainer.forward_backward(x, y)
-    reference = copy.deepcopy(model)
-    F.cross_entropy(reference(x), y).backward()
-    assert_close(model.fc1.weight.grad, reference.fc1.weight.grad, 1e-2, "gradient")
+    trainer.forward_backward(*batch)
+    theirs.backward(*batch)
+    assert_close(model.fc1.weight.grad, theirs.model.fc1.weight.grad, 1e-2, "gradient")
     # An overflow is detected, and changes only the scale.
-    before = copy.deepcopy(model.state_dict())
     scale = trainer.loss_scaler.loss_scale
     model.fc1.weight.grad[0, 0] = float("inf")
     assert not trainer.optimizer_step()
     assert trainer.loss_scaler.loss_scale == scale / 2
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert_same_parameters(model, theirs.model, 0.0)
 
 
 def test_forward_in_training_mode() -> None:
@@ -132,25 +111,14 @@ def test_predict_needs_no_label() -> None:
     assert trainer.train_step_info.fetches == ["loss"]
 
 
-def test_a_partial_window_is_ended() -> None:
-    model = MLP()
-    reference = copy.deepcopy(model)
-    optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
-    options = {"batch": {"gradient_accumulation_steps": 4}}
-    trainer = mlp_trainer(options, optim.SGDConfig(lr=0.1), model)
-    batches = mlp_batches(6)
-    for number, (x, y) in enumerate(batches):
-        trainer.train_step(x, y)
-        (F.cross_entropy(reference(x), y) / (4 if number < 4 else 2)).backward()
-        if number in (3, 5):
-            optimizer.step()
-            optimizer.zero_grad()
+def test_a_partial_window_takes_no_other_passes() -> None:
+    trainer = mlp_trainer({"batch": {"gradient_accumulation_steps": 4}})
+    batches = mlp_batches(2)
+    for batch in batches:
+        trainer.train_step(*batch)
     with pytest.raises(RuntimeError, match="after 2 of 4 micro-batches of a train_step"):
         trainer.forward_backward(*batches[0])
     assert trainer.optimizer_step()
-    assert_same_state(model, reference)
-    assert not trainer.optimizer_step()  # there is nothing left
-    assert trainer.train_step_info.optimization_step == 2
     trainer.forward_backward(*batches[0])
 
 
@@ -167,16 +135,15 @@ def test_gradients_and_their_norm_can_be_read_after_an_update(kind: str) -> None
     trainer = mlp_trainer({"batch": {"gradient_accumulation_steps": 2}}, configs[kind], model)
     assert trainer.train_step_info.grad_norm is None and trainer.train_step_info.learning_rate is None
     for _ in range(2):
-        reference = copy.deepcopy(model)
-        for x, y in mlp_batches(2):
-            trainer.train_step(x, y)
-            (F.cross_entropy(reference(x), y) / 2).backward()
-        gradients = [parameter.grad for parameter in reference.parameters()]
-        norm = torch.nn.utils.get_total_norm(gradients)
+        theirs = Reference(model, lr=0.0)
+        for batch in mlp_batches(2):
+            trainer.train_step(*batch)
+            theirs.backward(*batch, scale=0.5)
+        norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in theirs.model.parameters()])
         assert trainer.train_step_info.grad_norm == pytest.approx(float(norm), rel=1e-5)
         assert trainer.train_step_info.learning_rate == 0.1
         clipped = 1.0 if kind != "lamb" else max(1.0, float(norm))
-        for name, parameter in reference.named_parameters():
+        for name, parameter in theirs.model.named_parameters():
             assert_close(trainer.get_gradient(name), parameter.grad / clipped, 1e-5, name)
     trainer.train_step(*mlp_batches(1)[0])
     assert trainer.train_step_info.grad_norm == pytest.approx(float(norm), rel=1e-5)
@@ -193,20 +160,18 @@ def test_a_norm_that_nobody_asked_for_is_gone_with_its_gradients() -> None:
 
 def test_clipping_by_value() -> None:
     model = MLP()
-    reference = copy.deepcopy(model)
-    optimizer = torch.optim.SGD(reference.parameters(), lr=0.5)
+    theirs = Reference(model, lr=0.5)
     options = {"utils": {"max_grad_value": 0.02, "max_grad_norm": 0.5}, "batch": {"gradient_accumulation_steps": 2}}
     trainer = mlp_trainer(options, optim.SGDConfig(lr=0.5), model)
-    for number, (x, y) in enumerate(mlp_batches(20)):
-        trainer.train_step(x, y)
-        (F.cross_entropy(reference(x), y) / 2).backward()
+    for number, batch in enumerate(mlp_batches(20)):
+        trainer.train_step(*batch)
+        theirs.backward(*batch, scale=0.5)
         if number % 2:
-            norm = torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
+            norm = torch.nn.utils.clip_grad_norm_(theirs.model.parameters(), 0.5)
             assert trainer.train_step_info.grad_norm == pytest.approx(float(norm), rel=1e-4)
-            torch.nn.utils.clip_grad_value_(reference.parameters(), 0.02)
-            optimizer.step()
-            optimizer.zero_grad()
-    assert_same_state(model, reference)
+            torch.nn.utils.clip_grad_value_(theirs.model.parameters(), 0.02)
+            theirs.update(divisor=1)
+    assert_same_parameters(model, theirs.model)
 
 
 def test_copies_have_no_gradients_to_show() -> None:
@@ -218,51 +183,22 @@ def test_copies_have_no_gradients_to_show() -> None:
     assert all(torch.equal(value, before[name]) for name, value in trainer.state_dict(pytorch_format=True).items())
 
 
-class Generator(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(
-            nn.Linear(4, 16, bias=False), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 8), nn.Tanh()
-        )
-
-    def forward(self, noise: torch.Tensor) -> torch.Tensor:
-        return self.layers(noise)
-
-
-class Discriminator(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(8, 16), nn.LeakyReLU(0.2), nn.BatchNorm1d(16), nn.Linear(16, 1))
-
-    def forward(self, image: torch.Tensor) -> torch.Tensor:
-        return self.layers(image).squeeze(1)
-
-
-class Deceiving(nn.Module):
-    """The generator followed by the discriminator."""
-
-    def __init__(self, generator: nn.Module, discriminator: nn.Module) -> None:
-        super().__init__()
-        self.generator, self.discriminator = generator, discriminator
-
-    def forward(self, noise: torch.Tensor) -> torch.Tensor:
-        return self.discriminator(self.generator(noise))
-
-
 def test_two_optimizers_and_one_discriminator() -> None:
     """The loop of pytorch/examples' dcgan: real and fake batches for the discriminator, then the generator."""
-    generator, discriminator = Generator(), Discriminator()
+    generator = nn.Sequential(nn.Linear(4, 16, bias=False), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 8), nn.Tanh())
+    discriminator = nn.Sequential(
+        nn.Linear(8, 16), nn.LeakyReLU(0.2), nn.BatchNorm1d(16), nn.Linear(16, 1), nn.Flatten(0)
+    )
     g, d = copy.deepcopy(generator), copy.deepcopy(discriminator)
     loss_fn = F.binary_cross_entropy_with_logits
-    optimizers = [
-        torch.optim.Adam(m.parameters(), lr=2e-3, betas=(0.5, 0.999), eps=1e-5) for m in (generator, discriminator)
-    ]
-    theirs = [torch.optim.Adam(m.parameters(), lr=2e-3, betas=(0.5, 0.999), eps=1e-5) for m in (g, d)]
-
-    desc = {"inputs": [("image", ["b", 8]), ("label", ["b"])], "outputs": [("loss", [], True)]}
-    judge = ORTTrainer(discriminator, desc, optimizers[1], loss_fn)
-    desc = {"inputs": [("noise", ["b", 4]), ("label", ["b"])], "outputs": [("loss", [], True)]}
-    forger = ORTTrainer(Deceiving(generator, discriminator), desc, optimizers[0], loss_fn)
+    ours, theirs = (
+        [torch.optim.Adam(m.parameters(), lr=2e-3, betas=(0.5, 0.999), eps=1e-5) for m in pair]
+        for pair in ((generator, discriminator), (g, d))
+    )
+    desc = {"inputs": [("input", ["b", 8]), ("label", ["b"])], "outputs": [("loss", [], True)]}
+    judge = ORTTrainer(discriminator, desc, ours[1], loss_fn)
+    desc = {"inputs": [("input", ["b", 4]), ("label", ["b"])], "outputs": [("loss", [], True)]}
+    forger = ORTTrainer(nn.Sequential(generator, discriminator), desc, ours[0], loss_fn)
 
     ones, zeros = torch.ones(6), torch.zeros(6)
     for _ in range(20):
@@ -283,8 +219,8 @@ def test_two_optimizers_and_one_discriminator() -> None:
         theirs[0].zero_grad()
         expected[2].backward()
         theirs[0].step()
-        for ours, other in zip(losses, expected, strict=True):
-            assert_close(ours, other.detach(), 1e-3, "loss")
-    assert_same_state(generator, g, 1e-3)
-    assert_same_state(discriminator, d, 1e-3)
+        for loss, other in zip(losses, expected, strict=True):
+            assert_close(loss, other.detach(), 1e-3, "loss")
+    assert_same_parameters(generator, g, 1e-3)
+    assert_same_parameters(discriminator, d, 1e-3)
     assert all(parameter.grad is None for parameter in discriminator.parameters())

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ort_trainer import ORTTrainer, ORTTrainerOptions, optim
 from ort_trainer.core.errors import ExportError
 
-from ..helpers import assert_close, assert_same_weights
+from ..helpers import Reference, assert_close, assert_same_weights
 
 CLASSES, WIDTH = 11, 8
 aten = torch.ops.aten
@@ -107,7 +107,7 @@ class RowsOfProducts(TorchDispatchMode):
 
 def test_training_equals_pytorchs() -> None:
     """Over 20 steps with PyTorch's own masks, for batches that differ; the first has no padding."""
-    train_both(Tagger(), [batch(3, 5, padded=False), batch(4, 7), batch(3, 9), batch(5, 6)] * 5, kernels="auto")
+    train_as_pytorch(Tagger(), [batch(3, 5, padded=False), batch(4, 7), batch(3, 9), batch(5, 6)] * 5, kernels="auto")
 
 
 @pytest.mark.parametrize("loss", ["flat", "transposed", "with labels of sequences", "other names"])
@@ -151,30 +151,24 @@ def test_compiled_training_equals_pytorchs(tmp_path: Path, monkeypatch: pytest.M
     """In the second trainer from the cache, whose conditions can't depend on a batch's values."""
     monkeypatch.setenv("ORT_TRAINER_CACHE", str(tmp_path))
     for _ in range(2):
-        train_both(Bag(), [batch(4, 7), batch(3, 9)] * 3, kernels="compiled")
+        train_as_pytorch(Bag(), [batch(4, 7), batch(3, 9)] * 3, kernels="compiled")
 
 
-def train_both(model: nn.Module, batches: list[tuple[torch.Tensor, ...]], kernels: str) -> None:
-    torch.manual_seed(1)
-    expected = copy.deepcopy(model)
-    optimizer = torch.optim.SGD(expected.parameters(), lr=0.1)
+def train_as_pytorch(model: nn.Module, batches: list[tuple[torch.Tensor, ...]], kernels: str) -> None:
+    reference = Reference(model, loss_fn=loss_of, lr=0.1)
     torch.manual_seed(5)
-    losses = []
-    for tokens, mask, labels in batches:
-        optimizer.zero_grad()
-        losses.append(loss_of(expected(tokens, mask), labels))
-        losses[-1].backward()
-        optimizer.step()
+    losses = [reference.step(*given) for given in batches]
     ours = trainer(model, kernels=kernels, random_numbers="pytorch_global")
     torch.manual_seed(5)
     for given, loss in zip(batches, losses, strict=True):
-        found, _ = ours.train_step(*given)
-        assert_close(found, loss.detach(), 1e-4, "loss")
-    assert_same_weights(ours, expected, 1e-4)
+        assert_close(ours.train_step(*given)[0], loss, 1e-4, "loss")
+    assert_same_weights(ours, reference.model, 1e-4)
 
 
 def test_the_first_batch_with_padding_may_take_another_branch() -> None:
-    train_both(Choosing(), [batch(3, 5, padded=False), batch(4, 7), batch(3, 5, padded=False), batch(2, 5)], "pytorch")
+    train_as_pytorch(
+        Choosing(), [batch(3, 5, padded=False), batch(4, 7), batch(3, 5, padded=False), batch(2, 5)], "pytorch"
+    )
 
 
 def test_padded_places_are_not_computed() -> None:

@@ -20,25 +20,22 @@ from ort_trainer import ORTTrainer, ORTTrainerOptions, amp, optim
 from ort_trainer.state import load_checkpoint_file
 
 from .. import processes
+from ..zoo import Tied
 
 TOTAL = 11
 FIRST_SCALE = 2.0**18  # which overflows
 SAVED = 5  # in the middle of every window but those of one micro-batch
 
 
-class Net(nn.Module):
+class Net(Tied):
     """A model with all kinds of state: dropout, batch norm, a tied weight."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.fc1 = nn.Linear(8, 8)
-        self.norm = nn.BatchNorm1d(8)
-        self.dropout = nn.Dropout(0.3)
-        self.fc2 = nn.Linear(8, 8)
-        self.fc2.weight = self.fc1.weight
+        self.norm, self.dropout = nn.BatchNorm1d(8), nn.Dropout(0.3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.fc2(self.dropout(torch.relu(self.norm(self.fc1(x)))))[:, :3]
+        return self.second(self.dropout(torch.relu(self.norm(self.first(x)))))[:, :3]
 
 
 Config = Callable[[nn.Module], Any]
@@ -160,7 +157,7 @@ def test_resume_after_a_kill(name: str, resumed: Path) -> None:
     )
     accumulation = CASES[name][1]
     assert any(key.startswith("/gradients/") for key in part) == bool(SAVED % accumulation), "where the part ends"
-    changed = {"/model/full_precision/fc1.weight", "/model/full_precision/norm.running_mean", "/random"}
+    changed = {"/model/full_precision/first.weight", "/model/full_precision/norm.running_mean", "/random"}
     for key in changed:
         assert not np.array_equal(part[key], whole[key]), f"{key} is the same after {SAVED} and {TOTAL} steps"
     if "fp16" in name:
@@ -193,7 +190,7 @@ def test_without_optimizer_states(tmp_path: Path) -> None:
         other.load_checkpoint(tmp_path / "a")
     other.prepare(batch(0))
     assert other.train_step_info.step == 3
-    assert other.state_dict()["optimizer"]["fc1.weight"]["Update_Count"].tolist() == [1]
+    assert other.state_dict()["optimizer"]["first.weight"]["Update_Count"].tolist() == [1]
 
 
 def test_number_of_files() -> None:

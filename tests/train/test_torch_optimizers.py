@@ -16,7 +16,7 @@ from torch.optim import lr_scheduler
 
 from ort_trainer import ORTTrainer, ORTTrainerOptions, optim
 from ort_trainer.optim.torch_optimizer import TorchOptimizerConfig
-from tests.helpers import MLP, MLP_DESC, assert_close, mlp_batches, mlp_trainer
+from tests.helpers import MLP, MLP_DESC, Reference, assert_close, assert_same_parameters, mlp_batches, mlp_trainer
 
 Make = Callable[[Any], torch.optim.Optimizer]
 
@@ -79,12 +79,13 @@ class Both:
     ) -> None:
         torch.manual_seed(7)
         self.model = MLP()
-        self.reference = copy.deepcopy(self.model)
-        self.optimizer, self.theirs = make(groups(self.model)), make(groups(self.reference))
+        self.optimizer, self.options = make(groups(self.model)), options or {}
+        self.theirs = Reference(
+            self.model, lambda model: make(groups(model)), clip=self.options.get("utils", {}).get("max_grad_norm")
+        )
         self.schedule = self.their_schedule = None
-        self.options = options or {}
         if schedule is not None:
-            self.schedule, self.their_schedule = schedule(self.optimizer), schedule(self.theirs)
+            self.schedule, self.their_schedule = schedule(self.optimizer), schedule(self.theirs.optimizer)
         self.trainer = mlp_trainer({"lr_scheduler": self.schedule, **self.options}, config(self.optimizer), self.model)
         self.accumulation = self.trainer.gradient_accumulation_steps
         self.batches = iter(mlp_batches(200))
@@ -92,27 +93,22 @@ class Both:
     def step(self, count: int = 20, relative: float = 1e-5) -> None:
         for _ in range(count):
             micro_batches = [next(self.batches) for _ in range(self.accumulation)]
-            losses: list[torch.Tensor] = []
-
-            def closure(micro_batches=micro_batches, losses=losses) -> torch.Tensor:
-                self.theirs.zero_grad()
-                for x, y in micro_batches:
-                    loss = F.cross_entropy(self.reference(x), y)
-                    losses.append(loss.detach())
-                    (loss / self.accumulation).backward()
-                if limit := self.options.get("utils", {}).get("max_grad_norm"):
-                    torch.nn.utils.clip_grad_norm_(self.reference.parameters(), limit)
-                return loss
-
-            for number, (x, y) in enumerate(micro_batches):
-                ours = self.trainer.train_step(x, y)[0]
-                if number == 0:
-                    self.theirs.step(closure)
-                assert_close(ours, losses[number], relative, "loss")
+            if isinstance(self.optimizer, torch.optim.LBFGS):
+                losses = [self.theirs.optimizer.step(lambda batch=micro_batches[0]: self.closure(*batch)).detach()]
+            else:
+                losses = [self.theirs.backward(*batch) for batch in micro_batches]
+                self.theirs.update()
+            for batch, loss in zip(micro_batches, losses, strict=True):
+                assert_close(self.trainer.train_step(*batch)[0], loss, relative, "loss")
             if self.their_schedule is not None:
                 self.their_schedule.step()
-            for name, value in self.reference.state_dict().items():
-                assert_close(self.model.state_dict()[name], value, relative, name)
+            assert_same_parameters(self.model, self.theirs.model, relative)
+
+    def closure(self, *batch: torch.Tensor) -> torch.Tensor:
+        self.theirs.reset()
+        loss = self.theirs.loss(*batch)
+        loss.backward()
+        return loss
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -155,12 +151,9 @@ def test_schedules(name: str, follow: bool, tmp_path: Path) -> None:
     other.trainer.load_checkpoint(tmp_path / "state")
     assert other.schedule.get_last_lr() == both.schedule.get_last_lr()
     both.step(3)
-    other.batches = iter(mlp_batches(14)[11:])
-    other.reference.load_state_dict(other.model.state_dict())
     for batch in mlp_batches(14)[11:]:
         other.trainer.train_step(*batch)
-    for name_, value in both.model.state_dict().items():
-        assert torch.equal(other.model.state_dict()[name_], value)
+    assert_same_parameters(other.model, both.model, 0.0)
 
 
 @pytest.mark.parametrize("follow", [False, True], ids=["optimizer", "from_torch"])
@@ -169,16 +162,16 @@ def test_schedules_that_the_user_steps(follow: bool) -> None:
         return torch.optim.AdamW(parameters, lr=0.05)
 
     both = Both(make, config=optim.from_torch if follow else lambda optimizer: optimizer)
-    pair = [lr_scheduler.ReduceLROnPlateau(o, patience=0, factor=0.5) for o in (both.optimizer, both.theirs)]
+    pair = [lr_scheduler.ReduceLROnPlateau(o, patience=0, factor=0.5) for o in (both.optimizer, both.theirs.optimizer)]
     for _ in range(4):
         both.step(3)
         for scheduler in pair:
             scheduler.step(1.0)
     assert both.trainer.train_step_info.learning_rate == 0.05 * 0.25
     both.optimizer.param_groups[0]["lr"] = 0.0
-    before = copy.deepcopy(both.model.state_dict())
+    before = copy.deepcopy(both.model)
     both.trainer.train_step(*mlp_batches(1)[0])
-    assert all(torch.equal(value, before[name]) for name, value in both.model.state_dict().items())
+    assert_same_parameters(both.model, before, 0.0)
 
 
 def groups(model: nn.Module) -> list[dict[str, Any]]:
@@ -195,37 +188,33 @@ def test_equivalent_configs(name: str) -> None:
 
     both = Both(make, config=optim.from_torch, groups=groups)
     both.step()
-    assert torch.equal(both.model.fc2.bias, both.reference.fc2.bias)
+    assert torch.equal(both.model.fc2.bias, both.theirs.model.fc2.bias)
     # The rule and checkpoints are those of the config.
     config = optim.SGDConfig if name == "SGD" else optim.AdamWConfig
     assert both.trainer.state_dict()["trainer_options"]["optimizer_name"] == config().name
 
 
 @pytest.mark.parametrize("torch_optimizer", [True, False])
-def test_schedules_as_functions_and_of_this_package(torch_optimizer: bool) -> None:
+@pytest.mark.parametrize("is_function", [True, False])
+def test_schedules_as_functions_and_of_this_package(torch_optimizer: bool, is_function: bool) -> None:
     """The rate of update number n (from 0) is the base times factor(n)."""
 
     def factor(step: int) -> float:
         return min(1.0, (step + 1) / 5)
 
-    for schedule in (factor, optim.LinearWarmupLRScheduler(total_steps=20, warmup=0.25)):
-        model = MLP()
-        reference = copy.deepcopy(model)
-        theirs = torch.optim.AdamW(reference.parameters(), lr=0.02)
-        ours = torch.optim.AdamW(model.parameters(), lr=0.02) if torch_optimizer else optim.AdamWConfig(lr=0.02)
-        trainer = mlp_trainer({"lr_scheduler": schedule}, ours, model)
-        assert trainer.lr_scheduler is schedule
-        for number, (x, y) in enumerate(mlp_batches(10)):
-            expected = 0.02 * (factor(number) if schedule is factor else min(number / 5, (20 - number) / 15))
-            trainer.train_step(x, y)
-            assert trainer.train_step_info.learning_rate == pytest.approx(expected)
-            for group in theirs.param_groups:
-                group["lr"] = expected
-            theirs.zero_grad()
-            F.cross_entropy(reference(x), y).backward()
-            theirs.step()
-        for name, value in reference.state_dict().items():
-            assert_close(model.state_dict()[name], value, 1e-5, name)
+    schedule = factor if is_function else optim.LinearWarmupLRScheduler(total_steps=20, warmup=0.25)
+    model = MLP()
+    theirs = Reference(model, torch.optim.AdamW, lr=0.02)
+    ours = torch.optim.AdamW(model.parameters(), lr=0.02) if torch_optimizer else optim.AdamWConfig(lr=0.02)
+    trainer = mlp_trainer({"lr_scheduler": schedule}, ours, model)
+    assert trainer.lr_scheduler is schedule
+    for number, batch in enumerate(mlp_batches(10)):
+        expected = 0.02 * (factor(number) if is_function else min(number / 5, (20 - number) / 15))
+        trainer.train_step(*batch)
+        assert trainer.train_step_info.learning_rate == pytest.approx(expected)
+        theirs.optimizer.param_groups[0]["lr"] = expected
+        theirs.step(*batch)
+    assert_same_parameters(model, theirs.model)
 
 
 def test_an_overflow_steps_neither_optimizer_nor_schedule() -> None:
@@ -259,29 +248,16 @@ class Twice(torch.optim.Optimizer):
 
 def test_an_optimizer_of_the_users_own() -> None:
     both = Both(Twice)
-    theirs = torch.optim.SGD(both.reference.parameters(), lr=0.02)
-    both.theirs = theirs
+    both.theirs.optimizer = torch.optim.SGD(both.theirs.model.parameters(), lr=0.02)
     both.step()
 
 
-def test_lbfgs_takes_no_windows() -> None:
-    options = {"batch": {"gradient_accumulation_steps": 2}}
-    model = MLP()
-    trainer = mlp_trainer(options, torch.optim.LBFGS(model.parameters()), model)
-    with pytest.raises(RuntimeError, match="torch.optim.LBFGS computes the loss several times in an update"):
-        trainer.train_step(*mlp_batches(1)[0])
-
-
 def test_parameters_may_wait_frozen() -> None:
-    def freeze(both: Both, requires: bool) -> None:
-        for model in (both.model, both.reference):
-            model.fc1.requires_grad_(requires)
-
     both = Both(OPTIMIZERS["Adam with L2"])
-    freeze(both, False)
-    both.step(3)
-    freeze(both, True)
-    both.step(3)
+    for requires in (False, True):
+        for model in (both.model, both.theirs.model):
+            model.fc1.requires_grad_(requires)
+        both.step(3)
     both.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
     with pytest.raises(RuntimeError, match="has 5 parameters, but had 4 when the trainer was created"):
         both.trainer.train_step(*mlp_batches(1)[0])
@@ -304,17 +280,14 @@ def test_an_optimizer_may_have_parameters_that_are_not_trained(prepared: Callabl
 
 def test_an_optimizer_may_have_frozen_weights() -> None:
     both = Both(OPTIMIZERS["Adam with L2"], options={"utils": {"frozen_weights": ["fc1.weight"]}})
-    both.reference.fc1.weight.requires_grad_(False)
+    both.theirs.model.fc1.weight.requires_grad_(False)
     both.step(3)
     # The two halves of a step, separately.
-    x, y = mlp_batches(1, seed=3)[0]
-    both.trainer.forward_backward(x, y)
+    batch = mlp_batches(1, seed=3)[0]
+    both.trainer.forward_backward(*batch)
     both.trainer.optimizer_step()
-    both.theirs.zero_grad()
-    F.cross_entropy(both.reference(x), y).backward()
-    both.theirs.step()
-    for name, value in both.reference.state_dict().items():
-        assert_close(both.model.state_dict()[name], value, 1e-5, name)
+    both.theirs.step(*batch)
+    assert_same_parameters(both.model, both.theirs.model)
 
 
 def test_an_optimizer_in_a_librarys_wrapper() -> None:
@@ -358,22 +331,19 @@ def test_copies_can_not_be_stepped_by_an_optimizer_over_the_model() -> None:
 
 def test_bfloat16_parameters_are_stepped_as_they_are() -> None:
     model = MLP().bfloat16()
-    reference = copy.deepcopy(model)
-    optimizers = [torch.optim.SGD(part.parameters(), lr=0.5) for part in (model, reference)]
-    trainer = mlp_trainer(None, optimizers[0], model)
+    theirs = Reference(model, lr=0.5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    trainer = mlp_trainer(None, optimizer, model)
     for number, (x, y) in enumerate(mlp_batches(20)):
         x = x.bfloat16()
         if number % 2:
             trainer.train_step(x, y)
         else:
-            optimizers[0].zero_grad()
+            optimizer.zero_grad()
             trainer.forward_backward(x, y)
-            optimizers[0].step()
-        optimizers[1].zero_grad()
-        F.cross_entropy(reference(x), y).backward()
-        optimizers[1].step()
-    for name, value in reference.state_dict().items():
-        assert_close(model.state_dict()[name], value, 0.02, name)
+            optimizer.step()
+        theirs.step(x, y)
+    assert_same_parameters(model, theirs.model, 0.02)
     assert torch.equal(trainer.get_parameter("fc1.weight"), model.fc1.weight.detach().float())
 
 
@@ -394,13 +364,12 @@ def test_an_optimizer_that_raises_ends_the_window() -> None:
     with pytest.raises(FloatingPointError):
         trainer.train_step(*batches[1])
     Failing.fails = False
-    reference = copy.deepcopy(model)
-    for x, y in batches[2:]:
-        trainer.train_step(x, y)
-        (F.cross_entropy(reference(x), y) / 2).backward()
-    torch.optim.SGD(reference.parameters(), lr=0.1).step()
-    for name, value in reference.state_dict().items():
-        assert_close(model.state_dict()[name], value, 1e-5, name)
+    theirs = Reference(model, lr=0.1)
+    for batch in batches[2:]:
+        trainer.train_step(*batch)
+        theirs.backward(*batch)
+    theirs.update()
+    assert_same_parameters(model, theirs.model)
 
 
 class Unusual(torch.optim.Optimizer):
@@ -458,23 +427,27 @@ def test_an_optimizer_around_another_is_refused() -> None:
 
 
 def test_what_an_update_can_not_do_is_told_before_it() -> None:
-    model = MLP()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    trainer = mlp_trainer(None, optim.from_torch(optimizer), model)
     batch = mlp_batches(1)[0]
+
+    def made(make: Any, config: Any = lambda optimizer: optimizer, **options: Any) -> tuple[nn.Module, Any, ORTTrainer]:
+        model = MLP()
+        optimizer = make(model.parameters())
+        return model, optimizer, mlp_trainer(options, config(optimizer), model)
+
+    _, optimizer, trainer = made(OPTIMIZERS["SGD"], optim.from_torch)
     trainer.train_step(*batch)
-    optimizer.param_groups[0]["momentum"] = 0.9
+    optimizer.param_groups[0].update(momentum=0.0, nesterov=False)
     with pytest.raises(RuntimeError, match="a parameter group of SGD has gained or lost its momentum"):
         trainer.train_step(*batch)
     assert trainer.train_step_info.step == 1
-    model = MLP()
-    optimizer = torch.optim.LBFGS(model.parameters())
-    trainer = mlp_trainer(None, optimizer, model)
+    _, _, trainer = made(torch.optim.LBFGS)
     trainer.forward_backward(*batch)
     with pytest.raises(RuntimeError, match=r"LBFGS computes the loss several times.*call optimizer.step\(closure\)"):
         trainer.optimizer_step()
-    model = MLP()
-    trainer = mlp_trainer(None, torch.optim.SGD(model.parameters(), lr=0.1), model)
+    _, _, trainer = made(torch.optim.LBFGS, batch={"gradient_accumulation_steps": 2})
+    with pytest.raises(RuntimeError, match="torch.optim.LBFGS computes the loss several times in an update"):
+        trainer.train_step(*batch)
+    model, _, trainer = made(OPTIMIZERS["SGD"])
     trainer.train_step(*batch)
     model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
     with pytest.raises(RuntimeError, match=r"parameters \['fc1.weight', .* create a new optimizer and a new"):
@@ -541,10 +514,9 @@ def test_states_that_do_not_fit() -> None:
     with pytest.raises(ValueError, match=r"from torch.optim.SGD, but the trainer uses torch.optim.Adam"):
         other.trainer.load_state_dict(state)
     third = Both(OPTIMIZERS["SGD"], groups=groups)
-    before = copy.deepcopy(third.model.state_dict())
     with pytest.raises(RuntimeError, match="has other parameter groups than the trainer's SGD"):
         third.trainer.load_state_dict(state)
-    assert all(torch.equal(value, before[name]) for name, value in third.model.state_dict().items())
+    assert_same_parameters(third.model, third.theirs.model, 0.0)
     without = {key: value for key, value in state.items() if key != "torch_optimizer"}  # as of an export
     with pytest.warns(UserWarning, match="Missing key: torch_optimizer .* SGD keeps its current moments"):
         both.trainer.load_state_dict(without, strict=False)

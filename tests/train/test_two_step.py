@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 
@@ -12,37 +11,23 @@ import torch.nn.functional as F
 from torch import nn
 
 from ort_trainer import ORTTrainer, ORTTrainerOptions, amp, optim
-from tests.helpers import MLP, MLP_DESC, assert_close, assert_same_weights, mlp_batches, mlp_trainer
+from tests.helpers import MLP, MLP_DESC, Reference, assert_close, assert_same_weights, mlp_batches, mlp_trainer
 
 pytestmark = pytest.mark.engine
 
 
-class ByPyTorch:
-    """The same training in PyTorch: gradients are summed, and divided at an update."""
+class ByPyTorch(Reference):
+    """The same training in PyTorch, with a linear schedule of so many updates, or none."""
 
     def __init__(self, model: nn.Module, lr: float = 0.01, total: int = 0) -> None:
-        self.model = copy.deepcopy(model)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=lr)
-        self.lr, self.total, self.count, self.updates = lr, total, 0, 0
+        super().__init__(model, torch.optim.AdamW, lr=lr)
+        self.lr, self.total, self.updates = lr, total, 0
 
-    def backward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        loss = F.cross_entropy(self.model(x), y)
-        loss.backward()
-        self.count += 1
-        return loss.detach()
-
-    def step(self) -> None:
-        for parameter in self.model.parameters():
-            parameter.grad /= self.count
+    def update(self, divisor: float | None = None) -> None:
         if self.total:
             self.optimizer.param_groups[0]["lr"] = self.lr * (self.total - self.updates) / self.total
-        self.optimizer.step()
+        super().update(divisor)
         self.updates += 1
-        self.reset()
-
-    def reset(self) -> None:
-        self.optimizer.zero_grad()
-        self.count = 0
 
 
 def pair(size: int, **options: Any) -> tuple[ORTTrainer, ByPyTorch]:
@@ -76,7 +61,7 @@ def test_a_window_is_given_up_or_ends_early(by_session: bool) -> None:
         x, y = next(batches)
         assert_close(trainer.train_step(x, y)[0], theirs.backward(x, y), 1e-4, "loss")
         if theirs.count == 3:
-            theirs.step()
+            theirs.update()
 
     for round_ in range(20):
         for _ in range(2):
@@ -89,11 +74,11 @@ def test_a_window_is_given_up_or_ends_early(by_session: bool) -> None:
         for _ in range(2):
             both()
         assert face.optimizer_step() is True
-        theirs.step()
+        theirs.update()
         assert trainer.lr_scheduler.get_last_lr() == pytest.approx([theirs.optimizer.param_groups[0]["lr"]])
         both()
         face.optimizer_step()
-        theirs.step()
+        theirs.update()
         assert counted(trainer) == (5 * round_ + 5, 2 * round_ + 2, 0)
     assert_same_weights(trainer, theirs.model, 1e-4)
 
@@ -122,7 +107,7 @@ def test_the_three_calls_of_the_cpp_class() -> None:
             theirs.backward(x, y)
         else:
             assert session.optimizer_step() is True
-        theirs.step()
+        theirs.update()
         assert trainer.train_step_info.optimization_step == theirs.updates == number + 1
         assert session.present_gradients() == {} and counted(trainer)[2] == 0
         assert session.get_learning_rate() == pytest.approx(theirs.optimizer.param_groups[0]["lr"])
@@ -133,25 +118,23 @@ def test_the_three_calls_of_the_cpp_class() -> None:
 @pytest.mark.parametrize("reduction", ["sum", "weighted"])
 def test_reductions(reduction: str) -> None:
     model = MLP()
-    reference = copy.deepcopy(model)
-    weighted = reduction == "weighted"
+    theirs, weighted = Reference(model, lr=0.1), reduction == "weighted"
     trainer = mlp_trainer({"batch": {"gradient_reduction": reduction}}, optim.SGDConfig(lr=0.1), model)
-    (x, y), (x2, y2) = mlp_batches(2)
-    trainer.prepare((x, y))
+    batches = mlp_batches(2)
+    trainer.prepare(batches[0])
     session = trainer.session
     if weighted:
         with pytest.raises(TypeError, match="needs the weight of every micro-batch"):
-            session.train_step([x, y])
-    session.train_step([x, y], gradient_weight=3 if weighted else None)
-    session.train_step([x2, y2], gradient_weight=1 if weighted else None)
+            session.train_step([*batches[0]])
+    for batch, weight in zip(batches, (3, 1), strict=True):
+        session.train_step([*batch], gradient_weight=weight if weighted else None)
+        theirs.backward(*batch, scale=weight if weighted else 1)
     session.optimizer_step()
-    losses = F.cross_entropy(reference(x), y), F.cross_entropy(reference(x2), y2)
-    ((3 * losses[0] + losses[1]) / 4 if weighted else sum(losses)).backward()
-    torch.optim.SGD(reference.parameters(), lr=0.1).step()
-    assert_same_weights(trainer, reference, 1e-5)
+    theirs.update(divisor=4 if weighted else 1)
+    assert_same_weights(trainer, theirs.model, 1e-5)
     if not weighted:
         with pytest.raises(TypeError, match="gradient_weight was given, but batch.gradient_reduction is 'sum'"):
-            session.train_step([x, y], gradient_weight=2)
+            session.train_step([*batches[0]], gradient_weight=2)
 
 
 def test_gradients_in_the_model_are_dropped() -> None:
@@ -159,20 +142,16 @@ def test_gradients_in_the_model_are_dropped() -> None:
     trainer = mlp_trainer({"utils": {"frozen_weights": ["fc2.bias"]}}, optim.AdamWConfig(lr=0.01), model)
     theirs = ByPyTorch(model)
     theirs.model.fc2.bias.requires_grad_(False)
-    theirs.optimizer = torch.optim.AdamW([p for p in theirs.model.parameters() if p.requires_grad], lr=0.01)
     model.fc2.bias.grad = torch.ones(3)  # not the trainer's: it does not train this parameter
-    for x, y in mlp_batches(20):
-        trainer.forward_backward(x, y)
-        loss = F.cross_entropy(theirs.model(x), y)
-        loss.backward()
+    for batch in mlp_batches(20):
+        trainer.forward_backward(*batch)
+        theirs.step(*batch)
         assert trainer.optimizer_step()
-        theirs.optimizer.step()
-        theirs.optimizer.zero_grad()
         trainer.lazy_reset_grad()
         assert all(p.grad is None for p in (model.fc1.weight, model.fc1.bias, model.fc2.weight))
     assert torch.equal(model.fc2.bias.grad, torch.ones(3))
     assert_same_weights(trainer, theirs.model, 1e-4)
-    trainer.forward_backward(x, y)
+    trainer.forward_backward(*batch)
     trainer.lazy_reset_grad()
     assert not trainer.optimizer_step()
 
@@ -228,29 +207,27 @@ def test_wrong_calls_change_nothing() -> None:
 
 
 def test_learning_rates() -> None:
+    def groups(m: Any) -> torch.optim.Optimizer:
+        others = [p for p in m.parameters() if p is not m.fc1.weight]
+        return torch.optim.SGD([{"params": [m.fc1.weight]}, {"params": others}], lr=0.1)
+
     model = MLP()
-    reference = copy.deepcopy(model)
-    groups = [{"params": ["fc1.weight"], "lr": 0.3}]
-    trainer = ORTTrainer(model, MLP_DESC, optim.SGDConfig(groups, lr=0.1), loss_fn=F.cross_entropy)
-    trainer.prepare(mlp_batches(1)[0])
+    theirs = Reference(model, groups)
+    trainer = mlp_trainer(None, optim.SGDConfig([{"params": ["fc1.weight"], "lr": 0.3}], lr=0.1), model)
+    batch = mlp_batches(1)[0]
+    trainer.prepare(batch)
     session = trainer.session
     assert session.get_learning_rate() == 0.1
-    apart = [reference.fc1.weight]
-    others = [p for p in reference.parameters() if p is not reference.fc1.weight]
-    optimizer = torch.optim.SGD([{"params": apart}, {"params": others}], lr=0.1)
     for rates in ((0.3, 0.1), (0.2, 0.05), (0.4,)):
         if rates != (0.3, 0.1):
             session.set_learning_rate(*rates)
         assert session.get_learning_rate() == rates[-1]
-        for group, rate in zip(optimizer.param_groups, (rates[0], rates[-1]), strict=True):
+        for group, rate in zip(theirs.optimizer.param_groups, (rates[0], rates[-1]), strict=True):
             group["lr"] = rate
-        x, y = mlp_batches(1)[0]
-        session.train_step([x, y])
+        session.train_step([*batch])
         session.optimizer_step()
-        optimizer.zero_grad()
-        F.cross_entropy(reference(x), y).backward()
-        optimizer.step()
-    assert_same_weights(trainer, reference, 1e-5)
+        theirs.step(*batch)
+    assert_same_weights(trainer, theirs.model, 1e-5)
     with pytest.raises(ValueError, match="'lr' must be at least 0"):
         session.set_learning_rate(-1.0)
     with pytest.raises(ValueError, match="'learning_rates' must have 2 values"):
@@ -302,7 +279,7 @@ def test_a_window_that_was_loaded_can_be_dropped_before_training() -> None:
     for x, y in batches[1:]:
         other.train_step(x, y)
         theirs.backward(x, y)
-    theirs.step()
+    theirs.update()
     assert_same_weights(other, theirs.model, 1e-4)
     assert counted(other) == (3, 1, 0)
 
@@ -311,69 +288,23 @@ def test_a_window_that_was_loaded_can_be_dropped_before_training() -> None:
     assert untouched.session is None and not untouched.optimizer_step()
 
 
-def test_a_loaded_window_ends_after_prepare() -> None:
-    model = MLP()
-    first = mlp_trainer({"batch": {"gradient_accumulation_steps": 2}}, optim.AdamWConfig(lr=0.01), model)
-    theirs = ByPyTorch(model)
-    x, y = mlp_batches(1)[0]
-    first.train_step(x, y)
-    other = mlp_trainer({"batch": {"gradient_accumulation_steps": 2}}, optim.AdamWConfig(lr=0.01))
-    other.load_state_dict(first.state_dict())
-    other.prepare((x, y))
-    assert other.optimizer_step()
-    theirs.backward(x, y)
-    theirs.step()
-    assert_same_weights(other, theirs.model, 1e-4)
-
-
 def test_an_overflow_is_seen_by_the_session() -> None:
     scaler = amp.DynamicLossScaler(loss_scale=8.0)
     model = MLP()
     trainer = mlp_trainer({"mixed_precision": {"enabled": True, "loss_scaler": scaler}}, optim.SGDConfig(lr=0.1), model)
-    reference = copy.deepcopy(model)
-    x, y = mlp_batches(1)[0]
+    theirs, (x, y) = Reference(model, lr=0.1), mlp_batches(1)[0]
     trainer.prepare((x, y))
     session = trainer.session
     session.train_step([x * torch.inf, y])
     assert session.optimizer_step() is False and scaler.loss_scale == 4.0
-    assert_same_weights(trainer, reference, 0.0)
+    assert_same_weights(trainer, theirs.model, 0.0)
     session.train_step([x * torch.inf, y])
     session.lazy_reset_grad()  # dropped gradients are not checked for being finite
     session.train_step([x, y])
     assert session.optimizer_step() is True and scaler.loss_scale == 4.0
     assert trainer.train_step_info.optimization_step == 1 and trainer.train_step_info.step == 3
-    F.cross_entropy(reference(x), y).backward()
-    torch.optim.SGD(reference.parameters(), lr=0.1).step()
-    assert_same_weights(trainer, reference, 1e-2)
-
-
-def test_an_optimizer_that_asks_for_a_closure() -> None:
-    model = MLP()
-    trainer = ORTTrainer(model, MLP_DESC, torch.optim.LBFGS(model.parameters()), loss_fn=F.cross_entropy)
-    x, y = mlp_batches(1)[0]
-    trainer.prepare((x, y))
-    trainer.session.train_step([x, y])
-    with pytest.raises(RuntimeError, match="LBFGS computes the loss several times in an update"):
-        trainer.session.optimizer_step()
-    trainer.lazy_reset_grad()
-    assert not trainer.optimizer_step()
-
-
-@pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.RMSprop], ids=lambda m: m.__name__)
-def test_optimizers_of_pytorch(make: Any) -> None:
-    model = MLP()
-    theirs = ByPyTorch(model)
-    theirs.optimizer = make(theirs.model.parameters(), lr=0.01)
-    trainer = ORTTrainer(model, MLP_DESC, make(model.parameters(), lr=0.01), loss_fn=F.cross_entropy)
-    trainer.prepare(mlp_batches(1)[0])
-    for (x, y), dropped in zip(mlp_batches(20), mlp_batches(20, seed=2), strict=True):
-        trainer.session.train_step(list(dropped))
-        trainer.session.lazy_reset_grad()
-        trainer.session.train_step([x, y])
-        theirs.backward(x, y)
-        assert trainer.session.optimizer_step()
-        theirs.step()
-    assert_same_weights(trainer, theirs.model, 1e-4)
+    theirs.step(x, y)
+    assert_same_weights(trainer, theirs.model, 1e-2)
 
 
 def test_onnx_models(tmp_path: Path) -> None:
@@ -391,11 +322,11 @@ def test_onnx_models(tmp_path: Path) -> None:
     for batch in ((x2, y2), (x3, y3)):
         trainer.train_step(*batch)
         theirs.backward(*batch)
-    theirs.step()
+    theirs.update()
     trainer.session.train_step([x, y])
     trainer.session.optimizer_step()
     theirs.backward(x, y)
-    theirs.step()
+    theirs.update()
     assert_same_weights(trainer, theirs.model, 1e-4)
 
 
@@ -411,5 +342,5 @@ def test_an_incomplete_window_updates_a_weight_that_was_replaced_in_it(kind: str
     for each in (model, theirs.model):
         each.fc1.weight.data = each.fc1.weight.data * 1.5
     assert trainer.optimizer_step()
-    theirs.step()
+    theirs.update()
     assert_same_weights(trainer, theirs.model, 1e-5)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -12,28 +12,20 @@ from torch import nn
 
 from ort_trainer import ORTTrainer, ORTTrainerOptions, optim
 
+from ..fidelity.layer_cases import Apply
+from ..helpers import Reference, train_both
+
 X, LABEL = torch.randn(6, 5, 4), torch.tensor([0, 1, 2, 2, 1, 0])
 
 
-class LSTM(nn.Module):
+def last_of(lstm: nn.Module, x: torch.Tensor) -> torch.Tensor:
     """oneDNN's kernel takes no empty batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lstm, self.head = nn.LSTM(4, 8, batch_first=True), nn.Linear(8, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.lstm(x)[0][:, -1])
+    return lstm(x)[0][:, -1]
 
 
-class Branches(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = nn.Linear(20, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        logits = self.head(x.flatten(1))
-        return torch.cat([logits, self.head.weight[:1, :3]]) if x.shape[0] == 0 else logits
+def branches(head: Any, x: torch.Tensor) -> torch.Tensor:
+    logits = head(x.flatten(1))
+    return torch.cat([logits, head.weight[:1, :3]]) if x.shape[0] == 0 else logits
 
 
 def loss_of_all(prediction: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
@@ -45,25 +37,20 @@ def loss_of_all(prediction: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
     ("model", "loss_fn"),
     [
         (lambda: nn.Sequential(nn.Flatten(), nn.Linear(20, 8), nn.LayerNorm(8), nn.Linear(8, 3)), F.cross_entropy),
-        (LSTM, F.cross_entropy),
-        (Branches, loss_of_all),
+        (lambda: Apply(nn.LSTM(4, 3, batch_first=True), last_of), F.cross_entropy),
+        (lambda: Apply(nn.Linear(20, 3), branches), loss_of_all),
     ],
 )
 def test_an_empty_batch(model: Callable[[], nn.Module], loss_fn: Callable[..., torch.Tensor], kernels: str) -> None:
     ours = model()
-    theirs = copy.deepcopy(ours)
-    updates = torch.optim.AdamW(theirs.parameters(), lr=0.1)
+    theirs = Reference(ours, torch.optim.AdamW, loss_fn, lr=0.1)
     optimizer = torch.optim.AdamW(ours.parameters(), lr=0.1)
     trainer = ORTTrainer(ours, "auto", optimizer, loss_fn=loss_fn, options={"utils": {"kernels": kernels}})
     for count in (6, 0, 6):
         loss, prediction = trainer.train_step(X[:count], LABEL[:count])
-        expected = theirs(X[:count])
-        updates.zero_grad()
-        loss_fn(expected, LABEL[:count]).backward()
-        updates.step()
-        torch.testing.assert_close(loss, loss_fn(expected, LABEL[:count]).detach(), equal_nan=True)
-        torch.testing.assert_close(prediction, expected.detach())
-        for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(loss, theirs.step(X[:count], LABEL[:count]), equal_nan=True)
+        torch.testing.assert_close(prediction, theirs.outputs.detach())
+        for one, other in zip(ours.parameters(), theirs.model.parameters(), strict=True):
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
 
 
@@ -87,25 +74,13 @@ def test_labels_of_uint8(loss_fn: Callable[..., torch.Tensor], kernels: str) -> 
 def test_gradients_with_numbers_from_sizes(kernels: str) -> None:
     """The gradient of a variance over the batch divides by its size less one."""
 
-    class Spread(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.fc = nn.Linear(4, 3)
+    def spread(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        h = layer(x)
+        return (h / h.std(0) + h.var(0, unbiased=False) * (1.0 / (x.shape[0] + 1))).square().mean()
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            h = self.fc(x)
-            return (h / h.std(0) + h.var(0, unbiased=False) * (1.0 / (x.shape[0] + 1))).square().mean()
-
-    model, reference = Spread(), Spread()
-    reference.load_state_dict(model.state_dict())
+    model = Apply(nn.Linear(4, 3), spread)
+    reference = Reference(model, loss_fn=None, lr=0.1)
     options = ORTTrainerOptions({"utils": {"kernels": kernels}})
     trainer = ORTTrainer(model, "auto", optim.SGDConfig(lr=0.1), options=options)
-    optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
-    for rows in (4, 6, 4):
-        x = torch.randn(rows, 4)
-        loss = reference(x)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        assert trainer.train_step(x).item() == pytest.approx(loss.item(), rel=1e-5)
+    train_both(trainer, reference, [(torch.randn(rows, 4),) for rows in (4, 6, 4)])
     assert len(trainer.session.graphs(True)) == 1

@@ -16,16 +16,6 @@ def options(scaler: Any, schedule: Any) -> dict[str, Any]:
     return {"mixed_precision": {"enabled": True, "loss_scaler": scaler}, "lr_scheduler": schedule}
 
 
-def test_the_users_own_objects_move() -> None:
-    scaler, schedule = amp.DynamicLossScaler(loss_scale=8.0, up_scale_window=2), optim.LinearWarmupLRScheduler(10, 0.0)
-    trainer = mlp_trainer(options(scaler, schedule), optim.SGDConfig(lr=0.1))
-    assert trainer.loss_scaler is scaler and trainer.lr_scheduler is schedule
-    for x, y in mlp_batches(2):
-        trainer.train_step(x, y)
-    assert scaler.loss_scale == 16.0
-    assert schedule.get_last_lr() == pytest.approx([0.09])
-
-
 @pytest.mark.parametrize(
     ("again", "message"),
     [
