@@ -311,7 +311,9 @@ def attributes_of(
                 defaults[name] = convert(ir.serde.deserialize_attribute(attribute.default_value))
     values = {name: convert(attribute) for name, attribute in attributes.items()}
     known = {} if schema is None else schema.attributes
-    names = {*chosen.attributes, *(name for name in chosen.inputs or () if name in known)}
+    required = {name for name, is_required in chosen.attributes.items() if is_required}
+    inputs = {name for name in chosen.inputs or () if name in known}
+    names = inputs.union(chosen.attributes)
     for name, value in values.items():
         if name not in names and (name not in defaults or defaults[name] != value):
             raise node.error(
@@ -319,7 +321,7 @@ def attributes_of(
                 + (f", or set it to {shown(defaults[name])}" if name in defaults else "")
             )
     values = {name: value for name, value in {**defaults, **values}.items() if name in names}
-    missing = sorted(name for name, required in chosen.attributes.items() if required and name not in values)
+    missing = sorted((required | {name for name in inputs if known[name].required}) - set(values))
     if missing:
         raise node.error(f"it lacks the attributes {missing}, which are required: the model is damaged")
     return values

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from ort_trainer.core.errors import ExportError
 from ort_trainer.onnx.load import load_onnx_model
 from ort_trainer.onnx.module import OnnxModule
 
@@ -213,6 +214,11 @@ def test_operators(name: str) -> None:
 def test_attributes_that_became_inputs(opset: int, older: str, newer: str) -> None:
     losses = [OnnxModule(model(body, version))(X)["loss"] for body, version in ((older, opset), (newer, 20))]
     assert losses[0] == losses[1]
+
+
+def test_a_missing_attribute_that_became_an_input_is_named() -> None:
+    with pytest.raises(ExportError, match=r"TopK of ai.onnx 9: it lacks the attributes \['k'\], which are required"):
+        OnnxModule(model("y, z = TopK(p)", opset=9))
 
 
 def test_clip_without_a_limit_in_half_precision() -> None:
