@@ -73,8 +73,8 @@ _ELSEWHERE_IN_TRAINER = {
     **dict.fromkeys(("args", "config"), "options"),
 }
 _NO_COPY = (
-    "an ORTTrainer can't be copied or pickled, because it owns sessions of ONNX Runtime: create another one with the "
-    "same arguments and pass trainer.state_dict() to its load_state_dict(), or use save_checkpoint() and "
+    "an ORTTrainer can't be copied or pickled, because what runs its graphs is bound to its tensors: create another "
+    "one with the same arguments and pass trainer.state_dict() to its load_state_dict(), or use save_checkpoint() and "
     "load_checkpoint()"
 )
 

@@ -143,16 +143,17 @@ def _environment() -> Iterator[str]:
     yield f"backends {torch.get_float32_matmul_precision()} {torch.backends.cpu.get_cpu_capability()}"
 
 
-@functools.cache
-def _versions() -> tuple[str, ...]:
-    versions = [f"python {platform.python_version()} {platform.machine()}"]
-    versions.append(f"torch {torch.__version__} {torch.version.git_version}")
+def _versions() -> Iterator[str]:
+    yield f"python {platform.python_version()} {platform.machine()}"
+    yield f"torch {torch.__version__} {torch.version.git_version}"
     for name in _LIBRARIES:
         try:
-            versions.append(f"{name} {importlib.metadata.version(name)}")
-        except importlib.metadata.PackageNotFoundError:
-            versions.append(f"{name} is not installed")
-    return tuple(versions)
+            yield f"{name} {_version(name)}"
+        except importlib.metadata.PackageNotFoundError:  # not in the cache: a notebook may install it later
+            yield f"{name} is not installed"
+
+
+_version = functools.cache(importlib.metadata.version)
 
 
 def _step(step: ExportedStep, training: bool, device: Sequence[torch.device]) -> Iterator[str]:

@@ -13,6 +13,7 @@ from typing import Any, BinaryIO
 
 from ..core.errors import CheckpointError
 from ..core.foreign import is_hdf5, is_upstream_checkpoint
+from ..core.optimizer_keys import CONFIGS
 from ..core.sealed import DTYPES, Header, damaged_tensors, read_header
 
 # The first bytes of a cached export, and of pickles: a zip file by torch.save, or protocol 2, 4 or 5.
@@ -20,13 +21,6 @@ _CACHED = b"ort_trainer export "
 _PICKLES = (b"PK\x03\x04", b"\x80\x02", b"\x80\x04", b"\x80\x05")
 # More bytes than identify any kind of file.
 _HEAD = 32
-# Name of an optimizer in state dicts -> the configs that it may come from, in the words of a script.
-_CONFIGS = {
-    "AdamOptimizer": "AdamConfig or AdamWConfig",
-    "LambOptimizer": "LambConfig",
-    "LionOptimizer": "LionConfig",
-    "SGDOptimizer": "SGDConfig",
-}
 # Files with these suffixes should be of a known kind; if not, they are damaged.
 _ENDINGS = (".onnx", ".ortckpt", ".safetensors")
 
@@ -252,7 +246,7 @@ def _state_facts(state: Mapping[str, Any]) -> dict[str, Any]:
     facts = {
         "optimization_step": info.get("optimization_step"),
         "step": info.get("step"),
-        "optimizer": _CONFIGS.get(optimizer, optimizer) if isinstance(optimizer, str) else optimizer,
+        "optimizer": CONFIGS.get(optimizer, optimizer) if isinstance(optimizer, str) else optimizer,
         "mixed_precision": options.get("mixed_precision"),
         "world_size": options.get("world_size"),
         "zero_stage": options.get("zero_stage"),

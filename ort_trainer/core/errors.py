@@ -13,7 +13,7 @@ PACKAGE = str(Path(__file__).parents[1]) + os.sep
 
 
 class ExportError(RuntimeError):
-    """The model could not be turned into an ONNX training or evaluation graph."""
+    """The model could not become a graph for training or evaluation, or that graph a file."""
 
 
 class IdleOptionError(ExportError):

@@ -1,4 +1,4 @@
-"""ONNX Runtime: the capabilities of the installed engine, and the sessions that run graphs on it."""
+"""What runs a step: PyTorch's kernels, as programs, or the installed ONNX Runtime, in sessions."""
 
 from typing import TYPE_CHECKING
 

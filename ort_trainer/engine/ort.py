@@ -84,18 +84,23 @@ _NO_ENGINE = """This needs ONNX Runtime, which is not installed. Install one of 
 
 
 @functools.cache
-def _installed_package() -> Path:
-    spec = importlib.util.find_spec("onnxruntime")
+def _installed_package(name: str) -> Path:
+    spec = importlib.util.find_spec(name)
     if spec is None or spec.origin is None:
-        raise LookupError("onnxruntime")  # not in the cache: a notebook may install it later
+        raise LookupError(name)  # not in the cache: a notebook may install it later
     return Path(spec.origin).parent
+
+
+def _folder(name: str) -> Path | None:
+    """Returns the folder of an installed package; None if it is not installed."""
+    with contextlib.suppress(LookupError):
+        return _installed_package(name)
+    return None
 
 
 def _package() -> Path | None:
     """Returns the folder of the ``onnxruntime`` module; None if it is not installed."""
-    with contextlib.suppress(LookupError):
-        return _installed_package()
-    return None
+    return _folder("onnxruntime")
 
 
 def _distributions(package: Path) -> list[str]:
@@ -104,12 +109,15 @@ def _distributions(package: Path) -> list[str]:
     return sorted(path.name for path in package.parent.glob("onnxruntime*.dist-info"))
 
 
-@functools.cache
 def installed_flavours() -> tuple[str, ...]:
     """Returns the distributions that installed the ``onnxruntime`` module; several overwrite each other's files."""
     package = _package()
-    distributions = [] if package is None else _distributions(package)
-    names = {name.split("-")[0].lower().replace("_", "-") for name in distributions}
+    return () if package is None else _flavours(package)
+
+
+@functools.cache
+def _flavours(package: Path) -> tuple[str, ...]:
+    names = {name.split("-")[0].lower().replace("_", "-") for name in _distributions(package)}
     return tuple(sorted(name for name in names if name == "onnxruntime" or name.startswith("onnxruntime-")))
 
 
@@ -139,10 +147,9 @@ def require_onnx() -> None:
         raise ModuleNotFoundError(f"This needs {lacking}")
 
 
-@functools.cache
 def _lacks_onnx() -> str:
     """Returns which packages are missing that read and write ONNX models, and what to do; "" if none is."""
-    missing = [name for name in ("onnx", "onnx_ir", "onnxscript") if importlib.util.find_spec(name) is None]
+    missing = [name for name in ("onnx", "onnx_ir", "onnxscript") if _folder(name) is None]
     return f"{', '.join(missing)}, not installed: pip install 'ort_trainer[onnx]'" if missing else ""
 
 
@@ -158,12 +165,14 @@ def check_engine() -> None:
         )
 
 
-@functools.cache
 def engine_identity() -> str:
     """Returns text that identifies the installed ONNX Runtime; it differs whenever the kernels may differ."""
     package = _package()
-    if package is None:
-        return "none"
+    return "none" if package is None else _identity(package)
+
+
+@functools.cache
+def _identity(package: Path) -> str:
     parts = _distributions(package)
     for library in sorted(package.glob("capi/*pybind11_state*")):
         status = library.stat()

@@ -28,7 +28,6 @@ from ..core.dims import fixed_dimensions
 from ..core.errors import IdleOptionError, warn
 from ..core.streams import redraws
 from ..engine.ort import preload
-from ..engine.programs.loops import LOOPS
 from ..kernels.kinds import PROGRAMS, kinds
 from ..outside.effects import PartsExchanged
 from ..outside.notes import Notes
@@ -263,9 +262,11 @@ class GraphBuilder:
         graph = export.step
         if graph.measured:
             _log.info("these kernels were chosen in an earlier run: %s", graph.measured)
+        if not _log.isEnabledFor(logging.INFO):
+            return
         kind = f"{graph.kind} and backward" if export.backward else graph.kind
         graphs = [step.programs for step in (graph, *export.backward) if step.programs is not None]
-        has_loops = any(f'["{LOOPS}' in program for each in graphs for program in each.programs.values())
+        has_loops = any(each.has_loops for each in graphs)
         kernels = f", computed by {PROGRAMS.title}{' and compiled loops' * has_loops}" if graphs else ""
         if export.found:
             _log.info("loaded the %s graph from the cache in %.1f s%s: %s", kind, seconds, kernels, export.kept)

@@ -21,6 +21,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.fx.experimental.sym_node import SymNode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv, uninteresting_files
+from torch.utils._sympy.functions import FloatPow, OpaqueUnaryFn_sqrt
 from torch.utils._sympy.printers import PythonPrinter
 
 from ..core.dims import evaluate
@@ -102,7 +103,8 @@ class SymbolNames:
 
     def _named(self, expression: sympy.Basic) -> sympy.Basic:
         # Symbols named like calls, so that the printed text is an expression of core/dims.py: 2*dim('batch').
-        return expression.xreplace({s: sympy.Symbol(f"dim({self._names[s]!r})", integer=True) for s in self._names})
+        named = expression.xreplace({s: sympy.Symbol(f"dim({self._names[s]!r})", integer=True) for s in self._names})
+        return named.replace(OpaqueUnaryFn_sqrt, lambda value: FloatPow(value, sympy.Float(0.5)))
 
     def _print(self, expression: sympy.Basic) -> Dim | None:
         """Returns an expression over torch's symbols as text over names, or a number; None if a symbol has no name."""

@@ -119,7 +119,10 @@ for _packet in (aten.add, aten.sub, aten.mul, aten.div):
 
 @decomposition(aten.pow.Tensor_Scalar)
 def _power(input: torch.Tensor, exponent: float) -> Any:
-    """Makes the exponent a tensor for doubles: torch.onnx would round it to fp32."""
+    """Makes the exponent a tensor if it is computed from sizes, and for doubles: torch.onnx would round it to fp32."""
+    if isinstance(exponent, torch.SymFloat):
+        dtype = input.dtype if input.is_floating_point() else torch.get_default_dtype()
+        return aten.pow.Tensor_Tensor(input, aten.scalar_tensor.default(exponent, dtype=dtype))
     if input.dtype != torch.float64 or exponent == int(exponent):
         return NotImplemented
     return aten.pow.Tensor_Tensor(input, aten.scalar_tensor.default(exponent, dtype=torch.float64))

@@ -9,7 +9,9 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
-LIBRARY_NAMES = frozenset({"torch", "numpy", "sympy", "ort_trainer", "torchgen", "functorch", "_pytest", "pluggy"})
+LIBRARY_NAMES = frozenset(
+    {"torch", "numpy", "sympy", "mpmath", "ort_trainer", "torchgen", "functorch", "_pytest", "pluggy"}
+)
 """Libraries whose settings are not watched; pytest rewrites assertions so that they read its own state."""
 _NOT_USERS = sys.stdlib_module_names | LIBRARY_NAMES
 # With these, code looks up attributes and global variables by strings.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..core.errors import MissingStateWarning, shown, warn
-from ..core.optimizer_keys import SHARED, STEP, UPDATE_COUNT
+from ..core.optimizer_keys import CONFIGS, SHARED, STEP, UPDATE_COUNT
 from .state import Array, HasState, State, widened
 
 if TYPE_CHECKING:
@@ -278,8 +278,9 @@ class _Reader:
             )
         if name is not None and name != contents.optimizer:
             raise ValueError(
-                f"the state is from {name}, but the trainer uses {contents.optimizer}: create the trainer with the "
-                "same optimizer config, or remove the key 'optimizer' from the state dict"
+                f"the state is from {CONFIGS.get(name, name)}, but the trainer uses "
+                f"{CONFIGS.get(contents.optimizer, contents.optimizer)}: create the trainer with the same config, "
+                "or remove the key 'optimizer' from the state dict"
             )
         shares_count = contents.shares_count
         shared = state.pop(SHARED, None) if shares_count else None

@@ -229,8 +229,10 @@ class Step:
 
     @property
     def kernels(self) -> str:
-        """Whose kernels compute the step, in the genitive."""
-        return "PyTorch's" if self.programs is not None else "ONNX Runtime's"
+        """Whose kernels compute the step, in the genitive; compiled loops take the place of some of PyTorch's."""
+        if self.programs is None:
+            return "ONNX Runtime's"
+        return "compiled loops and PyTorch's" if self.programs.has_loops else "PyTorch's"
 
     @property
     def is_standard(self) -> bool:

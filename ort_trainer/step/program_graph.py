@@ -7,6 +7,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+LOOPS = "loops."
+"""With this begins the target of a step that calls one of a program's compiled loops, by its name."""
+
 
 class ProgramCall(NamedTuple):
     """A node of a graph.
@@ -51,6 +54,11 @@ class ProgramGraph:
     programs: Mapping[str, str]
     calls: tuple[ProgramCall, ...]
     constants: Mapping[str, Constant] = field(default_factory=dict)
+
+    @property
+    def has_loops(self) -> bool:
+        """Whether any program calls compiled loops."""
+        return any(f'["{LOOPS}' in program for program in self.programs.values())
 
     @property
     def inputs(self) -> set[str]:

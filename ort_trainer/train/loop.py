@@ -173,7 +173,7 @@ class TrainingLoop:
 
     @property
     def kernels(self) -> str:
-        """Whose kernels compute the training step: ``PyTorch's`` or ``ONNX Runtime's``; empty before the first."""
+        """Whose kernels compute the training step, such as ``ONNX Runtime's``; empty before the first."""
         graphs = [] if self._executor is None else self._executor.graphs_of_variant(True)
         return graphs[0].kernels if graphs else ""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ..core.optimizer_keys import CONFIGS
 from ..export.model_source import ModelSource
 from ..optim import OptimizerConfig
 from ..options import ORTTrainerOptions
@@ -30,7 +31,7 @@ def traits_of(
             name: f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}" for name, value in tensors.items()
         },
         "the parameters that are trained": dict.fromkeys(aliases, "trained"),
-        "the optimizer": config.name,
+        "the optimizer": CONFIGS.get(config.name, config.name),
         "the learning rates": config.learning_rates,
         "the hyper-parameters": {
             name: _json(config.hyper_parameters(config.group_of(*names))) for name, names in aliases.items()

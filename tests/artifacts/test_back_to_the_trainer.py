@@ -148,7 +148,7 @@ def test_back_in_the_trainer_all_is_as_if_it_had_trained_there(tmp_path: Path) -
         trainer.load_state_dict(state)
     assert_near_everywhere(trainer.state_dict(), expected)
     other = whole(optim.LionConfig(lr=0.01))
-    with pytest.raises(ValueError, match="state is from LambOptimizer, but the trainer uses LionOptimizer"):
+    with pytest.raises(ValueError, match="state is from LambConfig, but the trainer uses LionConfig"):
         other.load_state_dict(state)
 
 

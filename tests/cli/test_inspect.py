@@ -12,7 +12,8 @@ import pytest
 import safetensors.numpy
 
 from ort_trainer import CheckpointError
-from ort_trainer.cli.describe import _CONFIGS, describe
+from ort_trainer.cli.describe import describe
+from ort_trainer.core.optimizer_keys import CONFIGS
 from ort_trainer.core.protobuf import field
 from ort_trainer.core.sealed import write
 from ort_trainer.optim import rules
@@ -209,4 +210,4 @@ def test_optimizers_have_the_names_of_their_configs() -> None:
     configs: dict[str, list[str]] = {}
     for name in rules.__all__:
         configs.setdefault(getattr(rules, name)().name, []).append(name)
-    assert {name: " or ".join(sorted(names)) for name, names in configs.items()} == _CONFIGS
+    assert {name: " or ".join(sorted(names)) for name, names in configs.items()} == CONFIGS

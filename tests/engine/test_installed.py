@@ -19,7 +19,7 @@ WITHOUT_ENGINE = """if True:
     import torch.nn.functional as F
     sys.modules |= dict.fromkeys(("onnxruntime", "onnx", "onnx_ir", "onnxscript"))
     from ort_trainer import ORTModule, ORTTrainer, optim
-    from ort_trainer.engine.ort import _lacks_onnx, engine
+    from ort_trainer.engine.ort import engine
     model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 3))
     eager, module = copy.deepcopy(model), ORTModule(copy.deepcopy(model))
     x, label = torch.randn(6, 4), torch.tensor([0, 1, 2, 0, 1, 2])
@@ -52,7 +52,6 @@ WITHOUT_ENGINE = """if True:
             print(error)
     for name in ("onnx", "onnx_ir", "onnxscript"):
         del sys.modules[name]
-    _lacks_onnx.cache_clear()
     for call in (lambda: trainer.save_as_onnx("m.onnx"), lambda: trainer.export_artifacts("artifacts"), engine):
         try:
             call()
@@ -99,23 +98,37 @@ def test_flavours(
     for folder in ("onnxruntime", *folders):
         (tmp_path / folder).mkdir()
     monkeypatch.setattr(installed, "_package", lambda: tmp_path / "onnxruntime")
-    installed.installed_flavours.cache_clear()
-    try:
-        assert installed.installed_flavours() == flavours
-        assert installed.has_training() == trains
-        installed.check_engine()
-    finally:
-        installed.installed_flavours.cache_clear()
+    assert installed.installed_flavours() == flavours
+    assert installed.has_training() == trains
+    installed.check_engine()
     warned = [str(warning.message) for warning in recwarn if "overwrite" in str(warning.message)]
     assert bool(warned) == (len(flavours) > 1)
     assert all(", ".join(flavours) in text for text in warned)
 
 
-def test_the_search_for_the_package_is_repeated_only_while_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    specs = iter([None, SimpleNamespace(origin=str(ROOT / "onnxruntime" / "__init__.py"))])
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: next(specs))
+def test_a_search_is_repeated_only_while_a_package_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    searches: list[str] = []
+    present: set[str] = set()
+
+    def find_spec(name: str) -> SimpleNamespace | None:
+        searches.append(name)
+        return SimpleNamespace(origin=str(ROOT / name / "__init__.py")) if name in present else None
+
+    monkeypatch.setattr(importlib.util, "find_spec", find_spec)
     installed._installed_package.cache_clear()
     try:
-        assert [installed._package() for _ in range(3)] == [None, ROOT / "onnxruntime", ROOT / "onnxruntime"]
+        assert installed._package() is None
+        assert installed.installed_flavours() == () and installed.engine_identity() == "none"
+        with pytest.raises(ModuleNotFoundError, match="needs onnx, onnx_ir, onnxscript, not installed"):
+            installed.require_onnx()
+        present |= {"onnxruntime", "onnx", "onnx_ir"}
+        with pytest.raises(ModuleNotFoundError, match="needs onnxscript, not installed"):
+            installed.require_onnx()
+        present.add("onnxscript")
+        searches.clear()
+        for _ in range(2):
+            installed.require_onnx()
+            assert installed._package() == ROOT / "onnxruntime" and installed.engine_identity() != "none"
+        assert sorted(searches) == ["onnxruntime", "onnxscript"]
     finally:
         installed._installed_package.cache_clear()

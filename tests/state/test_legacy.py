@@ -94,7 +94,9 @@ def test_the_users_dict_alone_is_refused() -> None:
 
 @pytest.mark.filterwarnings("ignore:the user_dict")
 def test_it_goes_through_the_same_checks_as_ours() -> None:
-    with pytest.raises(ValueError, match="the state is from AdamOptimizer, but the trainer uses LambOptimizer"):
+    with pytest.raises(
+        ValueError, match="the state is from AdamConfig or AdamWConfig, but the trainer uses LambConfig"
+    ):
         trainer_of(Net(), optim.LambConfig()).load_checkpoint(REAL)
     other = Net()
     other.fc1 = nn.Linear(8, 4)

@@ -154,7 +154,9 @@ def test_losses_and_weights_are_pytorchs(name: str) -> None:
     torch.manual_seed(1)
     model = make()
     reference = Reference(model, loss_fn=loss_fn, lr=rate)
-    train_both(trainer(model, desc, loss_fn, rate), reference, [draw(*size) for size in sizes], 1e-4)
+    ours = trainer(model, desc, loss_fn, rate)
+    train_both(ours, reference, [draw(*size) for size in sizes], 1e-4)
+    assert "on compiled loops and PyTorch's kernels" in repr(ours)
 
 
 @needs_compiler

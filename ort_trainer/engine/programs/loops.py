@@ -23,9 +23,8 @@ from unittest import mock
 import torch
 
 from ...core.atomic import temporary_folder
+from ...step.program_graph import LOOPS
 
-LOOPS = "loops."
-"""With this begins the target of a step that calls one of the program's loops, by its name; it returns nothing."""
 EMPTY, VIEW = f"{LOOPS}empty", f"{LOOPS}view"
 """Targets of steps that make memory for loops, or take it in another form: a size, strides, and dtype or offset."""
 RUN = f"{LOOPS}run"

@@ -28,8 +28,9 @@ from typing import Any
 
 import torch
 
+from ...step.program_graph import LOOPS
 from .collectives import COLLECTIVES, waiting
-from .loops import LOOPS, load
+from .loops import load
 from .operators import LIBRARY, OWN
 from .strides import with_contiguous_tensors
 

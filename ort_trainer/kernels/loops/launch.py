@@ -24,8 +24,9 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from ...engine.programs.loops import EMPTY, LOOPS, VIEW
+from ...engine.programs.loops import EMPTY, VIEW
 from ...engine.programs.program import GETITEM
+from ...step.program_graph import LOOPS
 
 _MAKE_KERNEL = "async_compile.cpp_pybinding"
 _KERNEL = re.compile(r'extern "C"[\w\s]*? kernel\(')

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
-from operator import truediv
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -44,6 +43,7 @@ from ...step.names import Names
 from ...step.opset import newer
 from ...step.simplify import SimplifyPass
 from .execution_order import lower_after
+from .numbers import compute_numbers_in_doubles
 
 aten = torch.ops.aten
 Named = Sequence[tuple[torch.fx.Node, str]]
@@ -184,7 +184,6 @@ def _translate(module: torch.fx.GraphModule, results: Sequence[torch.fx.Node]) -
     graph.eliminate_dead_code()
     _refuse_unknown_operators(graph)
     _tensors_for_scalars(graph)
-    _tensors_for_sizes(graph)
     _lift_zero_dimensional(graph)
     placeholders = graph.find_nodes(op="placeholder")
     with quiet():
@@ -193,6 +192,7 @@ def _translate(module: torch.fx.GraphModule, results: Sequence[torch.fx.Node]) -
         except Exception as error:
             what = f"{type(error).__name__}: {error}".partition("\n")[0]
             raise ExportError(f"the graph can't be translated to ONNX: {what}") from error
+        compute_numbers_in_doubles(graph)  # last, as operators that take numbers accept no tensors in PyTorch
         module.recompile()
         results = list(end.args[0])  # type promotion adds a cast after a reduction, which may be a result
         call = ModuleCallSignature(
@@ -272,36 +272,6 @@ def _tensors_for_scalars(graph: torch.fx.Graph) -> None:
                 tensor = graph.call_function(_NUMBER, (value,), {"dtype": dtype})
             tensor.meta["val"] = node.meta["val"].new_full((), value, dtype=dtype)
             node.update_arg(0, tensor)
-
-
-def _tensors_for_sizes(graph: torch.fx.Graph) -> None:
-    """Makes the number n / (n - 1) in ``x * (n / (n - 1))`` a double if x is; torch.onnx computes it in fp32."""
-    for node in graph.nodes:
-        if not isinstance(node.target, torch._ops.OpOverload) or _dtype(node) != torch.float64:
-            continue
-        for place, (argument, value) in enumerate(zip(node.target._schema.arguments, node.args, strict=False)):
-            number = value.meta.get("val") if isinstance(value, torch.fx.Node) else None
-            if isinstance(number, torch.SymFloat) and isinstance(argument.type, torch.TensorType):
-                with graph.inserting_before(node):
-                    node.update_arg(place, _double(graph, value, node.meta["val"].new_empty(())))
-    doubles = [node for node in graph.find_nodes(op="call_function", target=_NUMBER) if _dtype(node) == torch.float64]
-    for node in doubles:
-        (quotient,) = node.args
-        if isinstance(quotient, torch.fx.Node) and quotient.target is truediv:
-            with graph.inserting_before(node):
-                sizes = [_double(graph, size, node.meta["val"]) for size in quotient.args]
-            node.target, node.args, node.kwargs = aten.div.Tensor, tuple(sizes), {}
-            doubles += sizes  # which may be quotients
-
-
-def _double(graph: torch.fx.Graph, number: Any, like: torch.Tensor) -> torch.fx.Node:
-    double = graph.call_function(_NUMBER, (number,), {"dtype": torch.float64})
-    double.meta["val"] = like
-    return double
-
-
-def _dtype(node: torch.fx.Node) -> torch.dtype | None:
-    return getattr(node.meta.get("val"), "dtype", None)
 
 
 def _lift_zero_dimensional(graph: torch.fx.Graph) -> None:
