@@ -58,9 +58,10 @@ def name_rows(schema: Mapping[str, Any]) -> Iterator[str]:
     states = {}
     for path, rules in leaves(schema):
         meta = rules["meta"]
-        refused = f"refused beyond the default, `{rules['default']!r}`"
+        accepted = [rules["default"], *meta.get("happens", ())]
+        refused = f"refused beyond the default, {' and '.join(f'`{value!r}`' for value in accepted)}"
         if "only_default" in meta:
-            installed = "" if "refused" in meta else f", after `install()` {meta.get('installed', 'a warning')}"
+            installed = "" if "refused" in meta else ", after `install()` a warning"
             states[path] = f"{refused}{installed}; {meta['only_default']}"
         else:
             states[path] = f"works, differs: {meta['differs']}" if meta.get("differs") else "works"

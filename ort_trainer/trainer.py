@@ -756,9 +756,11 @@ class ORTTrainer:
             >>> trainer.optimizer_step()
         """
 
-        def follow() -> None:
-            if state.follow(self._loop) == "gather":
+        def follow() -> str:
+            kind = state.follow(self._loop)
+            if kind == "gather":
                 self._bring(answer())
+            return kind
 
         return self._loop.strategy.join(follow)
 

@@ -82,10 +82,7 @@ OPTIONS: dict[str, list[tuple[Any, str]]] = {
         ("x", "must be a list, each entry a str"),
         (["x"], "no effect without"),
     ],
-    "distributed.allreduce_post_accumulation": [
-        ("yes", "must be True or False"),
-        (True, "always reduced once per update"),
-    ],
+    "distributed.allreduce_post_accumulation": [("yes", "must be True or False")],
     "distributed.deepspeed_zero_optimization.stage": [("1", "must be an int"), (2, "must be an int from 0 to 1")],
     "distributed.enable_adasum": [(1, "must be True or False")],
     "distributed.timeout": [

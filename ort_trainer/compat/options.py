@@ -5,7 +5,6 @@ This module alone decides what old scripts may do that others may not: see :meth
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from contextlib import ContextDecorator
 from enum import IntEnum
@@ -24,11 +23,6 @@ from ..options.checks import SPELLINGS
 from ..options.schema import leaves, load_schema
 
 _LEGACY_OPSET = 14
-# Options that are refused as without effect, but ask for what happens anyway: no warning is needed.
-_HAPPENS_ANYWAY = re.compile(
-    r"distributed\.allreduce_post_accumulation:|utils\.run_symbolic_shape_infer:"
-    r"|graph_transformer\.propagate_cast_ops_config\.strategy:.*'NONE'"
-)
 device_defaults: dict[str, Any] = {}
 """What :func:`set_cuda_mem_limit` and :func:`set_cuda_device_id` have set, for later options."""
 
@@ -179,9 +173,8 @@ class ORTTrainerOptions(ort_trainer.ORTTrainerOptions):
         return type(self), (self._original_opts,)
 
     def tolerates(self, message: str) -> bool:
-        """Warns, unless the option asks for what happens anyway, and returns True."""
-        if not _HAPPENS_ANYWAY.match(message):
-            warn(message)
+        """Warns, and returns True."""
+        warn(message)
         return True
 
     @property

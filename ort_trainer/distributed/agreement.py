@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
-from ..core.errors import DistributedError
+from ..core.errors import DistributedError, warn
 from .missing import ADVICE
 from .processes import Processes
 
@@ -40,18 +40,17 @@ def check_traits(processes: Processes, traits: Mapping[str, Any]) -> None:
         raise_difference(processes, {name: traits[name] for name in different})
 
 
-def check_steps(processes: Processes, step: Mapping[str, Any]) -> None:
-    """Compares what the first training graphs of all processes compute and depend on.
+def compare_steps(processes: Processes, step: Mapping[str, Any]) -> None:
+    """Warns, in rank 0, if the first training graphs of the processes compute different things.
 
-    Graphs for other conditions on sizes and values, which batches bring about, are not compared. What model and loss
-    read outside tensors may differ, such as the rank, as long as the operators do not; otherwise it is the reason.
+    Their gradients have the names and shapes of the same parameters, so they can be combined, but perhaps a setting
+    differs by mistake. Graphs for other conditions on sizes and values, which batches bring about, are not compared.
+    What model and loss read outside tensors may differ, such as the rank, as long as the operators do not; otherwise it
+    is the reason.
 
     Args:
         processes: The processes that train.
         step: From ``ModelSource.compared``; empty if this process has nothing to compare.
-
-    Raises:
-        DistributedError: In all processes, if something differs; it says what, and in which ranks.
     """
     sums = {row[0] for row in processes.exchange("the first update of the others", [checksum(step or None)])}
     if len(sums - {0.0}) < 2:
@@ -65,8 +64,11 @@ def check_steps(processes: Processes, step: Mapping[str, Any]) -> None:
         common = set.intersection(*(set(found["values"]) for found in steps.values()))
         values = {rank: {place: found["values"][place] for place in common} for rank, found in steps.items()}
         read = _message("what model and loss read outside tensors", values)
-        advice = "What should differ must be an input, or a parameter of the loss"
-        raise DistributedError(f"{_DIFFER} {'. In '.join(filter(None, (read, operators)))}. {advice}")
+        if not processes.rank:
+            warn(
+                "the processes train together, although their steps differ in "
+                f"{'. In '.join(filter(None, (read, operators)))}. If a setting differs by mistake, make it equal"
+            )
 
 
 def raise_difference(processes: Processes, traits: Mapping[str, Any]) -> NoReturn:
@@ -141,6 +143,7 @@ class Row(NamedTuple):
         trainer: The number of its trainer, in the order in which they were made.
         stop: Whether it asks all to stop.
         compared: Whether it has compared the start of training.
+        joining: Whether it is in a context of ``trainer.join()``.
         step: Its steps so far.
         rates: The checksum of its learning rates.
         rate_count: The number of learning rates.
@@ -152,6 +155,7 @@ class Row(NamedTuple):
     trainer: float
     stop: float
     compared: float
+    joining: float
     step: float
     rates: float
     rate_count: float
@@ -165,6 +169,11 @@ class Row(NamedTuple):
         """The kind of its operation."""
         return _NAMES[int(self.number)]
 
+    @property
+    def place(self) -> str:
+        """Where it is, for messages."""
+        return f"{KINDS[self.kind]}{' inside trainer.join()' if self.joining and self.kind != FOLLOW else ''}"
+
 
 def number_of(kind: str) -> float:
     """Returns the number of a kind in a row."""
@@ -174,7 +183,7 @@ def number_of(kind: str) -> float:
 def check_rows(
     processes: Processes, rows: Sequence[Row], own_row: Row, rates: Sequence[float], names: list[str]
 ) -> None:
-    """Checks that all processes that do not follow perform the same operation with the same settings.
+    """Checks that all processes do the same with the same settings, or merely follow in ``trainer.join()``.
 
     Args:
         processes: The processes that train.
@@ -193,8 +202,8 @@ def check_rows(
             f"{ADVICE}"
         )
     doing = {rank: row for rank, row in enumerate(rows) if row.kind != FOLLOW}
-    if len({row.kind for row in doing.values()}) > 1:
-        does = ", ".join(f"rank {rank} is {KINDS[row.kind]}" for rank, row in doing.items())
+    if len({row.kind for row in doing.values()}) > 1 or len({row.joining for row in rows}) > 1:
+        does = ", ".join(f"rank {rank} is {row.place}" for rank, row in enumerate(rows))
         raise DistributedError(f"the processes do different things at the same time: {does}. {ADVICE}")
     if len({row.rates for row in doing.values()}) > 1:
         raise_difference(processes, {"the learning rates": None if own_row.kind == FOLLOW else list(rates)})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
@@ -11,12 +10,11 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from ..core.errors import DistributedError
 from ..optim.parts import Named, Parts
 from ..train.strategy import Arrival, Meeting, Share, Strategy
-from .agreement import FOLLOW, KINDS, Row, check_rows, check_steps, check_traits, checksum, number_of
+from .agreement import FOLLOW, KINDS, Row, check_rows, check_traits, checksum, compare_steps, number_of
 from .buckets import Buckets, grouped
 from .processes import Processes
 from .reduction import WHAT, Reduction
@@ -43,7 +41,6 @@ class DataParallel(Strategy):
         self._compared_step: Callable[[], dict[str, Any]] = dict
         self._number = 0
         self._compared = True
-        self._joining: _Joining | None = None
 
     def begin(self, tensors: Named, traits: Mapping[str, Any], seed: int) -> int:
         """Compares the traits by checksums, sends the tensors and seed of rank 0, and derives the rank's seed."""
@@ -86,20 +83,19 @@ class DataParallel(Strategy):
         """Exchanges one row of numbers, and more if the processes differ."""
         kind, share, rates, _, changed, step = arrival
         present: Collection[str] = arrival.gradients
-        if kind != FOLLOW and self._joining is not None:
-            self._joining.notify()
         names, what = sorted((*present, *changed)), f"the others {KINDS[kind]}"
         row = Row(
-            *(number_of(kind), self._number, float(self.stop_asked), float(self._compared), step),
+            *(number_of(kind), self._number, float(self.stop_asked), float(self._compared), float(self.joining), step),
             *(checksum(list(rates)), len(rates), checksum(names), share.weight, share.unit, share.scale),
         )
         rows = [Row(*values) for values in self.processes.exchange(what, row)]
         self.stop_heard = any(row.stop for row in rows)
         check_rows(self.processes, rows, row, rates, names)
-        doer = next(rank for rank, row in enumerate(rows) if row.kind != FOLLOW)
+        doer = next((rank for rank, row in enumerate(rows) if row.kind != FOLLOW), 0)
         kind, rate_count = rows[doer].kind, int(rows[doer].rate_count)
         if kind in ("update", "step", "pass") and not all(row.compared for row in rows):
-            self._compare_start()
+            # A parameter that some steps don't use is why their operators differ, and is no mistake.
+            self._compare_start(steps=len({row.names for row in rows if row.weight}) < 2)
         if kind in ("state", "model"):
             self._compare_weights()
         if len({row.names for row in rows}) > 1:
@@ -112,7 +108,8 @@ class DataParallel(Strategy):
             self.processes.broadcast(what, sent, doer)
             rates = sent.tolist()
         shares = [Share(row.weight, row.unit, row.scale) for row in rows]
-        return Meeting(arrival, kind, shares, rates, present, changed, int(max(row.step for row in rows)), doer)
+        step = step if kind == FOLLOW else int(max(row.step for row in rows))
+        return Meeting(arrival, kind, shares, rates, present, changed, step, doer)
 
     def reduce(self, meeting: Meeting) -> tuple[dict[str, torch.Tensor], Share]:
         """Reduces the buckets."""
@@ -151,29 +148,25 @@ class DataParallel(Strategy):
         """Returns the parts, because each process has complete tensors."""
         return dict(parts) if keep else {}
 
-    @property
-    def joining(self) -> bool:  # type: ignore[override]
-        """Whether this process is in a context of :meth:`join`."""
-        return self._joining is not None
-
     def gather(self, data: bytes) -> list[bytes]:
         """Returns the data of all processes, by rank."""
         return self.processes.gather("the data of the others", data)
 
     @contextlib.contextmanager
-    def join(self, follow: Callable[[], Any]) -> Iterator[None]:
-        """Wraps the trainer in ``torch.distributed.algorithms.Join``."""
-        if self._joining is not None:
+    def join(self, follow: Callable[[], str]) -> Iterator[None]:
+        """Follows until a meeting of processes that all merely follow."""
+        if self.joining:
             raise RuntimeError("trainer.join() was entered inside another trainer.join(): remove one of them")
-        self._joining = _Joining(self.processes, follow)
+        self.joining = True
         try:
             yield
-            self._joining.finish()
+            while follow() != FOLLOW:
+                pass
         except BaseException as error:
             self.failed(error)
             raise
         finally:
-            self._joining = None
+            self.joining = False
 
     def failed(self, error: BaseException) -> None:
         """Leaves a note for the others."""
@@ -187,12 +180,13 @@ class DataParallel(Strategy):
         self.reduction.reduce([bucket for bucket in self.buckets if bucket.views.keys() & meeting.present], scatter)
         return {name: view for name, view in self.buckets.views.items() if name in meeting.present}, share
 
-    def _compare_start(self) -> None:
-        """Compares the first batch's dtypes, the weights and the step."""
+    def _compare_start(self, steps: bool) -> None:
+        """Compares the first batch's dtypes, the weights and, if asked, the steps."""
         self._compared = True
         check_traits(self.processes, {"the dtypes of the first batch": self._dtypes})
         self._compare_weights()
-        check_steps(self.processes, self._compared_step())
+        if steps:
+            compare_steps(self.processes, self._compared_step())
 
     def _compare_weights(self) -> None:
         """Compares the weights, which training keeps equal to the last bit; the user may have changed some."""
@@ -236,65 +230,3 @@ class DataParallel(Strategy):
 def _bytes(tensor: torch.Tensor) -> Any:
     """Returns the bytes of a tensor as an array."""
     return tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy()
-
-
-class _Raised(Exception):
-    """Wraps a RuntimeError of a following process, to tell it from Join's own errors."""
-
-
-class _Hook(JoinHook):
-    """Makes a process without data left take part in the operations of the others."""
-
-    def __init__(self, follow: Callable[[], Any]) -> None:
-        self._follow = follow
-
-    def main_hook(self) -> None:
-        """Takes part in the next operation of the processes that still have data."""
-        try:
-            self._follow()
-        except RuntimeError as error:
-            raise _Raised from error
-
-
-class _Joining(Joinable):
-    """The trainer in one ``trainer.join()`` context.
-
-    Args:
-        processes: The processes that train.
-        follow: Takes part in the next operation of the processes that still have data.
-    """
-
-    def __init__(self, processes: Processes, follow: Callable[[], Any]) -> None:
-        super().__init__()
-        self._processes, self._follow = processes, follow
-        self._context = Join([self])
-
-    def notify(self) -> None:
-        """Notifies the processes without data of a coming operation."""
-        work = Join.notify_join_context(self)
-        if work is not None:
-            self._processes.finish("the processes in trainer.join()", self._processes.control, lambda: work)
-
-    def finish(self) -> None:
-        """Follows the other processes until none has data left."""
-        try:
-            with warnings.catch_warnings():  # Join changes the warning filters
-                self._processes.run("the processes with data left", lambda: self._context.__exit__(None, None, None))
-        except _Raised as raised:
-            assert raised.__cause__ is not None
-            raise raised.__cause__ from None
-
-    def join_hook(self, **kwargs: Any) -> JoinHook:
-        """Returns the hook that a process without data runs."""
-        return _Hook(self._follow)
-
-    @property
-    def join_device(self) -> torch.device:
-        """The device of Join's messages."""
-        return torch.device("cpu")
-
-    @property
-    def join_process_group(self) -> dist.ProcessGroup:
-        """The group for Join's messages."""
-        group: dist.ProcessGroup = self._processes.control
-        return group

@@ -65,12 +65,13 @@ class SchemaValidator(cerberus.Validator):  # type: ignore[misc]
 def beyond_default(schema: Mapping[str, Any], document: Mapping[str, Any]) -> Iterator[tuple[str, str, bool]]:
     """Yields (dotted path, message, harmless) for every option that supports only its default but has another value.
 
-    These options have the reason as ``only_default`` in their ``meta``, and may have their own message: ``idle`` if the
-    value has no effect, so that ignoring it does no harm, or ``refused``.
+    These options have the reason as ``only_default`` in their ``meta``; in ``happens``, other values that ask for what
+    happens anyway; and perhaps their own message: ``idle`` if the value has no effect, so that ignoring it does no
+    harm, or ``refused``.
     """
     for path, rules in leaves(schema):
         value, meta = reduce(getitem, path.split("."), document), rules["meta"]
-        if "only_default" in meta and value != rules["default"]:
+        if "only_default" in meta and value not in (rules["default"], *meta.get("happens", ())):
             only = f"can't be changed from {rules['default']!r}, because other values have no effect: "
             template = meta.get("refused", meta.get("idle", ""))
             harmless = "refused" not in meta

@@ -111,8 +111,8 @@ class DistributedOptions(Section):
     """Processes that share each layer."""
     pipeline_parallel: PipelineParallelOptions
     allreduce_post_accumulation: bool
-    """Gradients are reduced once per update, never after each micro-batch: the results are the same with less traffic,
-    so there is nothing to choose."""
+    """Both values mean the same: gradients are reduced once per update, after the accumulation, never after each micro-
+    batch."""
     deepspeed_zero_optimization: DeepspeedZeroOptimizationOptions
     enable_adasum: bool
     """Combines the gradients of the processes by Adasum instead of the mean; the number of processes must be a power of
@@ -166,7 +166,7 @@ class PropagateCastOpsConfigOptions(Section):
     """Section `graph_transformer.propagate_cast_ops_config` of the options."""
 
     strategy: Literal["NONE", "INSERT_AND_REDUCE", "FLOOD_FILL"] | None
-    """No strategy is applied."""
+    """No strategy is applied, so `NONE` is accepted, too."""
     level: int
     """Belongs to `strategy`."""
     allow: tuple[str, ...]
@@ -252,8 +252,8 @@ class UtilsOptions(Section):
     """Stores the exported graphs of PyTorch models in the user's cache folder for the next start of the script; see
     slow_steps.md in the documentation."""
     run_symbolic_shape_infer: bool
-    """ONNX Runtime's symbolic shape inference before differentiation, which nothing needs here: sizes are symbolic in
-    every export."""
+    """Both values mean the same: sizes are symbolic in every export, without ONNX Runtime's symbolic shape inference.
+    """
 
 
 class UtilsOptionsDict(TypedDict, total=False):

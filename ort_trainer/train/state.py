@@ -57,7 +57,7 @@ def save(loop: TrainingLoop, include_optimizer: bool, write: Callable[[State], N
 def follow(loop: TrainingLoop) -> str:
     """Takes part in the other processes' next operation, with the rest of a window or nothing; returns its kind.
 
-    In a ``gather``, it leaves that to the caller.
+    In a ``gather``, it leaves that to the caller; a ``follow`` means that no process has data left.
     """
     with uninterrupted():
         meeting = loop.meet("follow")
@@ -67,7 +67,7 @@ def follow(loop: TrainingLoop) -> str:
             gather(loop, meeting, keep=False)
         elif meeting.kind == "save":
             check_done(loop.strategy, meeting)
-        elif meeting.kind != "gather":
+        elif meeting.kind not in ("gather", "follow"):
             does = "load a state" if meeting.kind == "load" else "run forward_backward() or use p.grad"
             raise RuntimeError(
                 f"this process is at the end of trainer.join() and can't take part when others {does}: give all "

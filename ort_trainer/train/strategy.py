@@ -232,13 +232,14 @@ class Meeting(NamedTuple):
         own: What this process has brought.
         kind: The operation: ``update`` with the gradients of windows, ``step`` with those in ``p.grad``, ``pass`` (a
             backward pass of the user's own loop), ``state`` or ``model`` (collect the state with or without the
-            optimizer), ``save`` or ``load`` (report whether it succeeded), or ``gather``.
+            optimizer), ``save`` or ``load`` (report whether it succeeded), ``gather``, or ``follow`` if all
+            processes have no data left.
         shares: The contribution of each process, by rank.
         rates: The learning rates.
         present: Parameters that have gradients in any process.
         changed: Buffers that training changes in any process.
         step: The highest number of ``train_step`` calls in any process.
-        doing: The lowest rank that does not merely follow.
+        doing: The lowest rank that does not merely follow; 0 if all do.
     """
 
     own: Arrival
@@ -370,11 +371,11 @@ class Strategy:
         """Returns the data of all processes, by rank."""
         return [data]
 
-    def join(self, follow: Callable[[], Any]) -> AbstractContextManager[None]:
+    def join(self, follow: Callable[[], str]) -> AbstractContextManager[None]:
         """Returns a context that, at its end, follows the other processes until all of them have reached it.
 
         Args:
-            follow: Follows once: meets, and takes part without a contribution.
+            follow: Follows once: meets, and takes part without a contribution; returns the kind of the meeting.
         """
         return contextlib.nullcontext()
 

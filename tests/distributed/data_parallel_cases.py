@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -108,7 +109,8 @@ def sgd(rank: int, size: int) -> dict[str, Any]:
 
 
 def adam(rank: int, size: int) -> dict[str, Any]:
-    return train(rank, size, optim.AdamConfig(lr=0.01, epsilon=1e-5), TWICE)
+    options = {**TWICE, "distributed": {"allreduce_post_accumulation": True}}
+    return train(rank, size, optim.AdamConfig(lr=0.01, epsilon=1e-5), options)
 
 
 def adamw(rank: int, size: int) -> dict[str, Any]:
@@ -261,11 +263,9 @@ def uneven_in_torch(size: int) -> dict[str, np.ndarray]:
 # Compared with PyTorch's own data parallel training.
 
 
-def like_ddp(rank: int, size: int) -> dict[str, Any]:
-    """Batch norm: weights and running statistics equal those of DistributedDataParallel with the same batches."""
-    model = normed()
+def beside_ddp(rank: int, size: int, model: nn.Module, unused: bool = False) -> dict[str, Any]:
     trainer = make(optim.AdamConfig(**ADAM), {}, copy.deepcopy(model))
-    ddp = nn.parallel.DistributedDataParallel(model)
+    ddp = nn.parallel.DistributedDataParallel(model, find_unused_parameters=unused)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01, eps=1e-5)
     losses, theirs = [], []
     for batch in batches(12):
@@ -278,6 +278,20 @@ def like_ddp(rank: int, size: int) -> dict[str, Any]:
         theirs.append(float(loss))
     others = {f"ddp.{name}": value.float().numpy() for name, value in model.state_dict().items()}
     return result(trainer, losses, ddp_losses=np.array(theirs), **others)
+
+
+def like_ddp(rank: int, size: int) -> dict[str, Any]:
+    """Batch norm: weights and running statistics equal those of DistributedDataParallel with the same batches."""
+    return beside_ddp(rank, size, normed())
+
+
+def branching(rank: int, size: int) -> dict[str, Any]:
+    """Only rank 0 uses a layer, from the first step on, and nobody warns of it."""
+    model = Odd()
+    model.uses_rare = rank == 0
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "the processes")
+        return beside_ddp(rank, size, model, unused=True)
 
 
 # The rest.

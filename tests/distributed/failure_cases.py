@@ -14,6 +14,7 @@ import signal
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -149,7 +150,11 @@ class Varied(Widened):
 
 @case
 def other_number(rank: int) -> None:
-    make(net=Varied(0.1 if rank == 1 else 0.5)).train_step(*BATCH)
+    with warnings.catch_warnings(record=True) as messages:
+        make(net=Varied(0.1 if rank == 1 else 0.5)).train_step(*BATCH)
+    for message in messages:
+        assert isinstance(message.message, Warning)
+        raise message.message
 
 
 @case

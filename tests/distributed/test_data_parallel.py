@@ -17,7 +17,7 @@ Ranks = list[dict[str, Any]]
 
 PARTS = ("sgd", "adam", "adamw", "lamb", "torch_optimizer", "own_loop")
 DEALT = ("mean", "summed", "weighted", "fp16", "unused")
-OTHERS = ("uneven", "like_ddp", "start", "dropout", "sums", "refused")
+OTHERS = ("uneven", "like_ddp", "branching", "start", "dropout", "sums", "refused")
 # Cases where the last process has no micro-batch, and where a sum has more than two parts.
 FEW = ("lamb", "weighted", "unused", "uneven", "start", "sums")
 CASES = {1: (*PARTS, *DEALT, "start"), 2: (*PARTS, *DEALT, *OTHERS), 3: FEW, 4: FEW}
@@ -105,8 +105,9 @@ def test_processes_with_other_numbers_of_batches_end_together(size: int) -> None
     assert_weights(weights(together[0]), cases.uneven_in_torch(size), rtol=1e-4)
 
 
-def test_batch_norm_and_weights_are_those_of_torch_ddp() -> None:
-    first, *others = world(2)["like_ddp"]
+@pytest.mark.parametrize("case", ["like_ddp", "branching"])
+def test_weights_and_buffers_are_those_of_torch_ddp(case: str) -> None:
+    first, *others = world(2)[case]
     np.testing.assert_allclose(first["losses"], first["ddp_losses"], rtol=1e-4)
     assert_weights(weights(first), weights(first, "ddp."), rtol=1e-4)
     assert_same([first, *others])

@@ -144,7 +144,7 @@ def test_immutable() -> None:
         ),
         ({"utils": {"memory_efficient_gradient": 0}}, "utils.memory_efficient_gradient: must be True or False"),
         (
-            {"graph_transformer": {"propagate_cast_ops_config": {"strategy": "NONE"}}},
+            {"graph_transformer": {"propagate_cast_ops_config": {"strategy": "INSERT_AND_REDUCE"}}},
             "propagate_cast_ops_config.strategy: can't be changed from 'FLOOD_FILL', .* casts stay where .*autocast",
         ),
         (
