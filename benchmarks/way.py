@@ -27,6 +27,7 @@ from torch import nn
 
 import ort_trainer
 from ort_trainer import ORTTrainer, optim
+from ort_trainer.engine import Request
 
 PACKAGE = Path(ort_trainer.__file__).parent
 # What the loop is made of; other rooms should call its methods.
@@ -105,8 +106,9 @@ def one_export() -> Way:
     """Returns the way of an export of the same model, in this process, after another that imports what it needs."""
     trainer, x, y = _trainer()
     builder = trainer.loop.source.builder(trainer.model_desc)
-    builder.build({"input": x, "y": y}, True)
-    return Way(lambda: builder.build({"input": x, "y": y}, True))
+    request = Request({"input": x, "y": y}, True)
+    builder.build(request)
+    return Way(lambda: builder.build(request))
 
 
 def _trainer() -> tuple[ORTTrainer, torch.Tensor, torch.Tensor]:

@@ -1,7 +1,4 @@
-"""Builds training graphs from PyTorch and ONNX models, behind one interface.
-
-Here the source for the user's model is chosen, and a loss given by name is found.
-"""
+"""Chooses the source for the user's model, of PyTorch or ONNX, and finds a loss that is given by name."""
 
 from __future__ import annotations
 
@@ -11,16 +8,12 @@ from typing import Any
 from torch import nn
 from torch.nn import functional as F
 
-from .capture.borrow import BORROWED
 from .capture.step_module import LossFunction
 from .core.errors import was_given
 from .engine.ort import require_onnx
-from .export.model import TorchSource
-from .export.model_source import Builder, ModelSource
+from .export.model import ModelSource
 from .optim import OptimizerConfig
 from .options import ORTTrainerOptions
-
-__all__ = ["BORROWED", "Builder", "ModelSource", "loss_function", "model_source"]
 
 # What ``loss_fn`` accepts by name: functions of torch.nn.functional with their defaults.
 _LOSSES: Mapping[str, LossFunction] = {
@@ -58,7 +51,7 @@ def model_source(
         TypeError: If it is not a model.
     """
     if isinstance(model, nn.Module):
-        return TorchSource(model, loss_fn, optim_config, options)
+        return ModelSource(model, loss_fn, optim_config, options)
     require_onnx()
     from .onnx.source import OnnxSource, is_onnx_model  # slow to import and rarely needed
 

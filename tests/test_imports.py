@@ -39,7 +39,7 @@ ALLOWED = {
     "kernels": {"capture", "core", "engine", "fx", "graph", "operators", "step"},
     "export": {"capture", "core", "engine", "fx", "graph", "guard", "kernels", "operators", "optim", "options"}
     | {"outside", "step"},
-    "onnx": {"capture", "core", "export", "guard", "optim", "options", "step"},
+    "onnx": {"capture", "core", "engine", "export", "guard", "optim", "options", "step"},
     "sources": {"capture", "core", "engine", "export", "onnx", "optim", "options"},
     "train": {"amp", "capture", "core", "engine", "export", "optim", "options", "profiling", "state", "step"},
     "distributed": {"capture", "core", "engine", "optim", "options", "sources", "train"},

@@ -18,6 +18,7 @@ import torch
 from ..core.errors import ExportError
 from ..core.foreign import UPSTREAM
 from ..core.indices import IndexRange
+from ..engine import Request
 from ..onnx.describe import describe_onnx
 from ..onnx.load import load_onnx_model
 from ..onnx.shapes import infer_shapes, known_shapes
@@ -70,7 +71,8 @@ def _differentiated(forward: ForwardPass, name: str, parameters: Mapping[str, Ar
         description = describe_onnx(loaded, None, {}, loss=forward.outputs[0])
         source = model_source(loaded, None, SGDConfig(), ORTTrainerOptions({"utils": {"kernels": "onnxruntime"}}))
         builder = source.builder(description, portable=True)
-        return builder.build(source.blank_batch(description), True, description.output_names).unchecked()
+        request = Request(source.blank_batch(description), True, description.output_names)
+        return builder.build(request).unchecked()
     except ExportError as error:
         raise ValueError(
             f"{name} can't be converted: {error}. Export the model that it was made from with "

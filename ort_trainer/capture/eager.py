@@ -151,15 +151,8 @@ def run_eagerly(
         parameters = dict(module.named_parameters())
         gradients: dict[str, torch.Tensor] = {}
         if loss.requires_grad and saved.are_complete:
-            # Not backward(), which adds to p.grad and calls the hooks that wait for it.
-            computed = torch.autograd.grad(
-                loss, [parameters[name] for name in trained.values()], torch.full_like(loss, scale), allow_unused=True
-            )
-            gradients = {
-                name: value.to_dense() if value.is_sparse else value
-                for name, value in zip(trained, computed, strict=True)
-                if value is not None
-            }
+            targets = {name: parameters[inside] for name, inside in trained.items()}
+            gradients = differentiate([loss], targets, [torch.full_like(loss, scale)])
         return EagerStep(
             {name: value.detach().clone() for name, value in outputs.items()},
             gradients,
@@ -167,6 +160,21 @@ def run_eagerly(
             rounding if rounding == step.autocast else coarsest([torch.empty(0, dtype=rounding), *outputs.values()]),
             saved.are_complete,
         )
+
+
+def differentiate(
+    outputs: Sequence[torch.Tensor], targets: Mapping[str, torch.Tensor], tangents: Sequence[torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Returns the gradients of tensors by name, without those that the outputs do not depend on.
+
+    Unlike backward(), it neither adds to ``p.grad`` nor calls the hooks that wait for that.
+    """
+    gradients = torch.autograd.grad(outputs, list(targets.values()), tangents, allow_unused=True)
+    return {
+        name: value.to_dense() if value.is_sparse else value
+        for name, value in zip(targets, gradients, strict=True)
+        if value is not None
+    }
 
 
 def evaluate_eagerly(

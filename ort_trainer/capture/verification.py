@@ -21,6 +21,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from ..core import epochs
+from ..core.errors import VerificationError, warn
 from ..engine.programs.collectives import COLLECTIVES
 from ..fx.operator_table import has_users_operators
 from ..step import Step
@@ -50,7 +51,7 @@ class Verification:
     Attributes:
         is_automatic: Whether ``every`` is ``"auto"``.
         last: The number of the last run that was equal, 0 for none.
-        has_renewed: Whether graphs were made anew, because a run was different; the caller sets it.
+        has_renewed: Whether graphs were made anew, because a run was different.
     """
 
     def __init__(self, every: int | str) -> None:
@@ -69,6 +70,20 @@ class Verification:
     def expect(self) -> None:
         """Has the next run repeated, as something was changed that graphs may depend on."""
         self._is_expected = True
+
+    def renews(self, error: VerificationError, renew: Callable[[], None]) -> bool:
+        """Returns whether graphs are made anew after a first difference, which this says in a warning.
+
+        Args:
+            error: What differs.
+            renew: Has graphs made anew.
+        """
+        if not self.is_automatic or self.has_renewed:
+            return False
+        self.has_renewed = True
+        warn(f"{error}\nThe graphs are made anew, once. If that helps, something has changed that is not watched")
+        renew()
+        return True
 
     def is_due(self, step: Step) -> bool:
         """Returns whether the next run of a graph is to be repeated; counts it if not.
@@ -138,8 +153,7 @@ class _Runs:
 
 def _communicates(step: Step) -> bool:
     """Returns whether a step has operations of several processes together."""
-    programs = {} if step.programs is None else step.programs.programs
-    return any(f'"{COLLECTIVES}.' in text for text in programs.values())
+    return any(f'"{COLLECTIVES}.' in text for text in step.program_texts)
 
 
 def spare_memory(device: torch.device) -> float:

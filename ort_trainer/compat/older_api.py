@@ -18,10 +18,9 @@ from .. import amp
 from ..core.errors import shown
 from ..core.interrupts import uninterrupted
 from ..core.signatures import signature_of
-from ..engine import Plan
 from ..onnx.load import OnnxModel, load_onnx_model
 from ..optim.rules import CONFIGS
-from ..train.batch import Batch
+from ..train.calls import Call
 from ..train.transaction import Transaction
 from .checkpoint import Folder, checkpoint_file
 from .options import ORTTrainerOptions
@@ -351,20 +350,20 @@ class ORTTrainer:
             scale = _one_number("the loss scale", value)
         loop = self._trainer.loop
         with Transaction(loop, joint=False):
-            plan, bound = loop.bind((self._renamed(batch),), {}, fetches or ())  # interruptible, unlike the step
+            call = loop.bind((self._renamed(batch),), {}, fetches or ())  # interruptible, unlike the step
             with uninterrupted():  # the loop's counters and those here change together
-                outputs = self._step(plan, bound, learning_rate, scale)
+                outputs = self._step(call, learning_rate, scale)
         if external_scale and not fetches and not loop.window.micro_batches:
             outputs.append(torch.tensor([self._trainer.train_step_info.all_finite]))
         return outputs[0] if len(outputs) == 1 else outputs
 
-    def _step(self, plan: Plan, batch: Batch, learning_rate: float, scale: float | None) -> list[torch.Tensor]:
+    def _step(self, call: Call, learning_rate: float, scale: float | None) -> list[torch.Tensor]:
         """Runs a step, and updates the counters and the loss scaler of this class."""
         loop, info, scaler = self._trainer.loop, self._trainer.train_step_info, self._trainer.loss_scaler
         before = info.optimization_step
         if scale is not None and scaler is not None:
             scaler.loss_scale = scale
-        outputs = loop.step(plan, batch, rates=[learning_rate])
+        outputs = loop.step(call, rates=[learning_rate])
         self.global_step_ += info.optimization_step - before
         if scale is not None and self.loss_scaler_ is not None and not loop.window.micro_batches:
             self.loss_scaler_.update_loss_scale(info.all_finite)

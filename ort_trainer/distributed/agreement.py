@@ -50,7 +50,7 @@ def compare_steps(processes: Processes, step: Mapping[str, Any]) -> None:
 
     Args:
         processes: The processes that train.
-        step: From ``ModelSource.compared``; empty if this process has nothing to compare.
+        step: From ``Guard.compared``; empty if this process has nothing to compare.
     """
     sums = {row[0] for row in processes.exchange("the first update of the others", [checksum(step or None)])}
     if len(sums - {0.0}) < 2:

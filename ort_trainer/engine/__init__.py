@@ -6,9 +6,11 @@ from ..core.lazy import lazily
 
 if TYPE_CHECKING:
     from .executor import Executor
+    from .request import Request
     from .runner import Check, Plan
 
-__all__ = ["Check", "Executor", "Plan"]
+__all__ = ["Check", "Executor", "Plan", "Request"]
 
 # Lazy, so that the installed engine can be identified without torch.
-__getattr__, __dir__ = lazily(__name__, {"Check": "runner", "Plan": "runner", "Executor": "executor"})
+_HOMES = {"Check": "runner", "Plan": "runner", "Executor": "executor", "Request": "request"}
+__getattr__, __dir__ = lazily(__name__, _HOMES)

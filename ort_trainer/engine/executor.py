@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import collections
-import functools
 import itertools
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from ..step import Step, TensorSpec
 from .devices import default_generator, limit_memory
 from .ort import make_session, providers_for, session_options
-from .programs.runner import ProgramRunner
-from .runner import Check, GraphRunner, Plan, SessionRunner, check_branches, check_failure
-from .torch_memory import TorchMemory
+from .request import Request
+from .runner import Check, GraphRunner, Plan, check_branches, check_failure
+from .runners import Runners
 from .turns import Turns
 
 if TYPE_CHECKING:
@@ -28,11 +27,23 @@ _MAXIMUM_PLANS = 256
 _shape = attrgetter("shape")
 
 
+class Results(NamedTuple):
+    """The results of a run in training mode.
+
+    Attributes:
+        outputs: The outputs that were asked for.
+        left: Values for places outside tensors: the outputs ``Step.left``.
+    """
+
+    outputs: list[torch.Tensor]
+    left: list[torch.Tensor]
+
+
 class Executor:
     """Owns parameters, gradients and buffers, and runs training and evaluation on them.
 
     The tensors are PyTorch's; ONNX Runtime reads and writes the same memory. :meth:`train` adds to the gradients,
-    :meth:`lazy_reset_grad` makes the next :meth:`train` start from zero.
+    ``gradients.reset()`` makes the next :meth:`train` start from zero.
 
     Args:
         parameters: All parameters by name, trained or not. The executor uses these tensors directly and changes them.
@@ -48,17 +59,13 @@ class Executor:
 
     Attributes:
         parameters, buffers: As given.
+        engine: Makes the runners of graphs.
         outside: Tensors by name that graphs take, but that are neither parameters nor buffers of the model.
-        providers: The execution providers of ONNX Runtime's sessions with their options, in order of preference.
         variants: Mode -> key of the selected variant of the model, whose graphs are added and run; initially None.
         generator: Draws the random numbers of training.
         draws_on_device: Whether graphs may draw from the generator themselves; otherwise random numbers are inputs.
         changed_buffers: Names of the buffers that training changes.
-        left: The graph that ran last in training mode, and its values for places outside tensors: the outputs
-            ``Step.left``.
-        present_gradients, used_gradients, hold_gradients, restore_gradients: See ``present``, ``used``, ``hold`` and
-            ``restore`` of :class:`_Gradients`.
-        lazy_reset_grad: Makes the next :meth:`train` overwrite the gradients instead of adding to them.
+        gradients: The gradients since the last reset.
     """
 
     def __init__(
@@ -75,45 +82,27 @@ class Executor:
         gradient_memory: Mapping[str, torch.Tensor] | None = None,
         cuda_graphs: str = "off",
     ) -> None:
-        self._cuda_graphs = cuda_graphs
         self._device = torch.device(device)
         self.draws_on_device = self._device.type != "cpu"
-        self._given_options, self._deterministic = given_options, deterministic
-        if given_options is not None:
-            session_options(given_options, deterministic)  # checks them
         limit_memory(self._device, mem_limit)
-        self.providers = providers_for(self._device, provider_options or {}, mem_limit)
+        providers = providers_for(self._device, provider_options or {}, mem_limit)
+        self.engine = Runners(self._device, given_options, deterministic, providers, cuda_graphs)
         self.parameters = dict(parameters)
         self.buffers = dict(buffers)
         self.outside: dict[str, torch.Tensor] = {}
-        self._gradients = held = _Gradients(self.parameters, self._device, gradient_memory)
-        self.present_gradients, self.used_gradients = held.present, held.used
-        self.hold_gradients, self.restore_gradients = held.hold, held.restore
-        self.lazy_reset_grad = held.reset
+        self.gradients = Gradients(self.parameters, self._device, gradient_memory)
         self.generator = (
             default_generator(self._device) if seed is None else torch.Generator(self._device).manual_seed(seed)
         )
         self._updated: dict[str, torch.Tensor] = {}
         self.changed_buffers: Collection[str] = ()
-        self.left: tuple[Step, Sequence[torch.Tensor]] | None = None
         self._runners: dict[tuple[bool, Hashable], list[GraphRunner]] = {}
         self.variants: dict[bool, Hashable] = {True: None, False: None}
         self._plans: dict[tuple[Any, ...], Plan] = {}
         self._pruned: dict[tuple[Any, ...], GraphRunner] = {}
         self._turns: dict[GraphRunner, Turns] = {}
         self._replaced: list[Step] = []  # kept, because graphs are known by their ids
-        self._memory = TorchMemory(self._device)
         self._scales: dict[TensorSpec, tuple[float, torch.Tensor]] = {}
-
-    @functools.cached_property
-    def options(self) -> SessionOptions:
-        """Options of ONNX Runtime's sessions; created when needed, because importing ONNX Runtime takes a while."""
-        return session_options(self._given_options, self._deterministic)
-
-    @property
-    def gradients(self) -> dict[str, torch.Tensor]:
-        """The memory of the gradients by parameter name; only those in :meth:`present_gradients` are valid."""
-        return self._gradients.tensors
 
     @property
     def inference_session(self) -> InferenceSession:
@@ -124,13 +113,7 @@ class Executor:
         """
         if not self._runners_for(True):
             raise RuntimeError("there is no training graph yet: call prepare() or train_step() first")
-        runner = self._runners_for(True)[0]
-        if not isinstance(runner, SessionRunner):
-            raise RuntimeError(
-                "training runs on PyTorch's kernels, so it has no ONNX Runtime session: set utils.kernels to "
-                "'onnxruntime' to train in one"
-            )
-        return runner.inference_session
+        return self._runners_for(True)[0].session()
 
     def add_graph(self, step: Step) -> None:
         """Adds a training or evaluation graph; there can be several of each, for different shapes.
@@ -140,10 +123,10 @@ class Executor:
         """
         runner = self._make_runner(step)
         # If any graph writes into bound memory, the gradients must stay where they are.
-        self._gradients.stays |= step.training and runner.keeps_destinations
+        self.gradients.stays |= step.training and runner.keeps_destinations
         for name in step.gradients:
-            self._gradients.memory(name)
-        self._gradients.arrange()
+            self.gradients.memory(name)
+        self.gradients.arrange()
         for name in step.buffer_updates:
             if name not in self._updated:
                 self._updated[name] = torch.empty_like(self.tensor(name))
@@ -170,10 +153,11 @@ class Executor:
     def save_optimized(self, step: Step, path: Path) -> None:
         """Writes a graph as ONNX Runtime runs it here: after its own optimizations, for these providers."""
         # The user's own options must not be changed and can't be copied; only their optimization level matters here.
-        options = session_options(None, self.options.use_deterministic_compute)
-        options.graph_optimization_level = self.options.graph_optimization_level
+        own = self.engine.options
+        options = session_options(None, own.use_deterministic_compute)
+        options.graph_optimization_level = own.graph_optimization_level
         options.optimized_model_filepath = str(path)
-        make_session(step.serialized(), options, self.providers)
+        make_session(step.serialized(), options, self.engine.providers)
 
     def rebind(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Replaces tensors of the executor.
@@ -214,22 +198,12 @@ class Executor:
         """Returns the graphs of a mode for the selected variant."""
         return [runner.step for runner in self._runners_for(training)]
 
-    def plan(
-        self,
-        training: bool,
-        batch: Mapping[str, torch.Tensor],
-        names: Sequence[str],
-        backward: bool = True,
-        refused: Collection[Step] = (),
-    ) -> Plan | None:
+    def plan(self, request: Request) -> Plan | None:
         """Returns a plan of :meth:`train`, :meth:`forward` or :meth:`evaluate` for batches of these shapes.
 
         Args:
-            training: Whether to run in training mode.
-            batch: Inputs by name. Without gradients, inputs that the outputs do not need may be left out.
-            names: Outputs to return. What a training run leaves outside is computed as well.
-            backward: Whether a run in training mode computes gradients.
-            refused: Graphs whose branches the batch does not take.
+            request: What to run. Without gradients, inputs that the outputs do not need may be left out. What a
+                training run leaves outside is computed as well.
 
         Returns:
             The plan of the first graph that accepts the shapes, or the one made earlier for such batches; None if no
@@ -238,6 +212,7 @@ class Executor:
         Raises:
             TypeError: If an input that the outputs need is missing.
         """
+        batch, training, names, backward, _, refused = request
         shapes = list(map(_shape, batch.values()))
         # None separates the outputs' names from the inputs'.
         key = (training, backward, self.variants[training], *names, None, *batch, *shapes)
@@ -260,7 +235,7 @@ class Executor:
 
     def train(
         self, plan: Plan, batch: Mapping[str, torch.Tensor], *, loss_scale: float = 1.0, check: Check | None = None
-    ) -> list[torch.Tensor]:
+    ) -> Results:
         """Runs the forward and backward pass and adds to the gradients.
 
         If the run fails, gradients and buffers do not change.
@@ -272,30 +247,30 @@ class Executor:
             check: Checks the results before the run takes effect, and raises to discard it.
 
         Returns:
-            The outputs that the plan fetches, as new tensors.
+            The outputs that the plan fetches, and what the run leaves outside, as new tensors.
 
         Raises:
             ValueBranchError: If the batch takes another branch than the graph.
         """
         step = plan.runner.step
-        fresh = self._gradients.begin()
+        fresh = self.gradients.begin()
         results, written = self._run(plan, batch, fresh, loss_scale, check)
         gradients = dict(zip(step.gradients, map(written.__getitem__, step.gradients.values()), strict=True))
-        self._gradients.take(gradients, fresh)
+        self.gradients.take(gradients, fresh)
         return results
 
     def gradients_of(
         self, plan: Plan, batch: Mapping[str, torch.Tensor], *, loss_scale: float = 1.0, check: Check | None = None
-    ) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+    ) -> tuple[Results, dict[str, torch.Tensor]]:
         """Does what :meth:`train` does, but returns the gradients instead of adding them to the executor's.
 
         Returns:
-            The outputs, and the gradients of the loss times its scale by parameter name, as new tensors.
+            What :meth:`train` returns, and the gradients of the loss times its scale by parameter name, as new tensors.
         """
-        self._gradients.begin()
+        self.gradients.begin()
         results, written = self._run(plan, batch, False, loss_scale, check)
         gradients = {name: written[output] for name, output in plan.runner.step.gradients.items()}
-        if self._gradients.stays or plan.runner.overwritten(plan):  # by the next run
+        if self.gradients.stays or plan.runner.overwritten(plan):  # by the next run
             gradients = {name: value.clone() for name, value in gradients.items()}
         return results, gradients
 
@@ -313,13 +288,14 @@ class Executor:
         plan = runner.plan({name: tuple(value.shape) for name, value in batch.items()}, [step.loss])
         state = self.generator.get_state()
         try:
-            results, outputs = runner.run(plan, batch, loss_scale=self._scale(step, 1.0), generator=self.generator)
+            scale = step.loss_scale and self._scale(step.loss_scale, 1.0)
+            results, outputs = runner.run(plan, batch, loss_scale=scale, generator=self.generator)
             check_branches(step, results)
         finally:
             self.generator.set_state(state)
         return outputs[step.loss], {name: outputs[output] for name, output in step.gradients.items()}
 
-    def forward(self, plan: Plan, batch: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+    def forward(self, plan: Plan, batch: Mapping[str, torch.Tensor]) -> Results:
         """Runs the forward pass in training mode: draws random numbers and changes buffers, without gradients.
 
         Args:
@@ -363,8 +339,8 @@ class Executor:
         loss_scale: float,
         check: Check | None = None,
         alone: bool = False,
-    ) -> tuple[list[torch.Tensor], Mapping[str, torch.Tensor]]:
-        """Runs a graph in training mode; returns the fetched outputs, and tensors with the other outputs by name.
+    ) -> tuple[Results, Mapping[str, torch.Tensor]]:
+        """Runs a graph in training mode; returns its results, and tensors with the other outputs by name.
 
         If the run fails, buffers do not change. A rival takes turns, unless the plan runs ``alone``.
         """
@@ -376,11 +352,11 @@ class Executor:
         step = plan.runner.step
         overwritten = () if fresh else plan.runner.overwritten(plan)
         if overwritten:
-            self._gradients.move_out(overwritten)
+            self.gradients.move_out(overwritten)
         key = "fresh" if fresh else "add"
         destinations: dict[str, torch.Tensor] = {}
-        if self._gradients.stays and key not in plan.bindings:
-            tensors = self._gradients.destinations(step.gradients, fresh)
+        if self.gradients.stays and key not in plan.bindings:
+            tensors = self.gradients.destinations(step.gradients, fresh)
             destinations = {output: tensors[name] for name, output in step.gradients.items()}
             destinations |= {output: self._updated[name] for name, output in step.buffer_updates.items()}
         try:
@@ -389,7 +365,7 @@ class Executor:
                 batch,
                 destination_key=key,
                 destinations=destinations,
-                loss_scale=self._scale(step, loss_scale),
+                loss_scale=step.loss_scale and self._scale(step.loss_scale, loss_scale),
                 generator=self.generator,
             )
         except (IndexError, RuntimeError) as error:
@@ -404,8 +380,7 @@ class Executor:
             self.tensor(name).copy_(written[output])
         fetched = list(results.values())
         count = len(fetched) - len(step.left)
-        self.left = plan.runner.whole, fetched[count:]
-        return fetched[:count], written
+        return Results(fetched[:count], fetched[count:]), written
 
     def _end_turns(self, turns: Turns) -> None:
         """Lets the winner run from now on; if it does not take all sizes, the other one runs for those."""
@@ -419,11 +394,8 @@ class Executor:
                 self._replaced.append(runner.step)
             self._plans = {key: plan for key, plan in self._plans.items() if plan.runner is not runner}
 
-    def _scale(self, step: Step, value: float) -> torch.Tensor | None:
-        """Returns the loss scale as a graph input, the same tensor until it changes; None if the graph has none."""
-        spec = step.loss_scale
-        if spec is None:
-            return None
+    def _scale(self, spec: TensorSpec, value: float) -> torch.Tensor:
+        """Returns the loss scale as a graph input, the same tensor until it changes."""
         cached = self._scales.get(spec)  # the same tensor needs no new binding
         if cached is None or cached[0] != value:
             shape, dtype = [int(size) for size in spec.shape or ()], getattr(torch, spec.dtype)
@@ -463,15 +435,13 @@ class Executor:
             )
         state = {name: tensors[name] for name in step.state}
         try:
-            if step.programs is not None:
-                return ProgramRunner(step, state, self._memory, self._deterministic, self._cuda_graphs)
-            return SessionRunner(step, state, self._memory, self.options, self.providers)
+            return self.engine.runner(step, state)
         except Exception as error:
             whose = step.kernels.removesuffix("'s")
             raise RuntimeError(f"{whose} can't load the {step.kind} graph: {error}") from error
 
 
-class _Gradients:
+class Gradients:
     """Gradients by parameter name.
 
     Runs add to them until :meth:`reset`, after which the next run overwrites them. The gradients that an update has

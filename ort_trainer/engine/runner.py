@@ -104,6 +104,22 @@ class Plan:
     function: Callable[..., Any] | None = None
 
 
+class Stage(NamedTuple):
+    """A part of a graph, to be run by itself.
+
+    Attributes:
+        run: A function of a list of tensors, which it empties.
+        inputs: Names of the values that it takes.
+        outputs: Names of the values that it returns.
+        last: Names of the values that no later stage takes, and that are not outputs of the graph.
+    """
+
+    run: Callable[[list[Any]], Sequence[Any]]
+    inputs: list[str]
+    outputs: list[str]
+    last: list[str]
+
+
 class GraphRunner(ABC):
     """Runs a step.
 
@@ -114,6 +130,9 @@ class GraphRunner(ABC):
 
     Attributes:
         keeps_destinations: Whether runs write into bound destinations; otherwise destinations are optional.
+        names_indices: Whether the error of a run names an index that is out of range.
+        stages: The graph's parts in order, for runs whose first results are used while the rest still runs; empty if
+            it runs only as a whole.
         inputs: Names of the graph's inputs: state, batch, random numbers, loss scale.
         outputs: Names of the graph's outputs.
         whole: The step itself, or the unpruned step of which it is a part.
@@ -121,6 +140,7 @@ class GraphRunner(ABC):
     """
 
     keeps_destinations: bool
+    names_indices: bool
 
     def __init__(self, step: Step, state: Mapping[str, Any], memory: Memory) -> None:
         self.step = step
@@ -136,6 +156,26 @@ class GraphRunner(ABC):
         self.outputs += step.assumptions
         self.whole = step
         self.runs = 0
+
+    @property
+    def stages(self) -> Sequence[Stage]:
+        """The graph's parts; see the class."""
+        return ()
+
+    def session(self) -> InferenceSession:
+        """Returns the ONNX Runtime session that runs the graph.
+
+        Raises:
+            RuntimeError: If the graph runs on PyTorch's kernels.
+        """
+        raise RuntimeError(
+            "training runs on PyTorch's kernels, so it has no ONNX Runtime session: set utils.kernels to "
+            "'onnxruntime' to train in one"
+        )
+
+    def draw(self, wanted: Wanted) -> list[Any]:
+        """Returns random inputs for :meth:`call`, from the default generator."""
+        return self._memory.draw(wanted, None)
 
     def rebind(self, name: str, tensor: Any) -> None:
         """Replaces the tensor of a parameter or buffer; the caller must clear the bindings of all plans."""
@@ -220,6 +260,7 @@ class SessionRunner(GraphRunner):
     """
 
     keeps_destinations = True
+    names_indices = False
 
     def __init__(
         self,
@@ -233,6 +274,10 @@ class SessionRunner(GraphRunner):
         super().__init__(step, state, memory)
         self._settings = (options, providers)
         self.inference_session = self._load() if session is None else session
+
+    def session(self) -> InferenceSession:
+        """Returns the session; see the base class."""
+        return self.inference_session
 
     def _load(self) -> InferenceSession:
         options, providers = self._settings

@@ -27,6 +27,7 @@ from ..capture.torch_versions import is_tested
 from ..core.dims import fixed_dimensions
 from ..core.errors import IdleOptionError, warn
 from ..core.streams import redraws
+from ..engine import Request
 from ..engine.ort import preload
 from ..kernels.kinds import PROGRAMS, kinds
 from ..outside.effects import PartsExchanged
@@ -80,59 +81,42 @@ class GraphBuilder:
     exchanged: Callable[[], None] | None = None
     noted: Callable[[Notes, bool], None] | None = None
 
-    def build(
-        self,
-        batch: Mapping[str, torch.Tensor],
-        training: bool,
-        fetched: Collection[str] | None = None,
-        padded: bool = False,
-        branching: bool = False,
-        anew: bool = False,
-    ) -> Step:
+    def build(self, request: Request) -> Step:
         """Exports the step for a batch's dtypes; symbolic dimensions stay free unless the model fixes them.
 
         If possible, the export runs in a child process: the exporter needs more memory than many models, and all of it
         is released when the process ends.
 
         Args:
-            batch: A sample of every input.
-            training: Whether to build the joint forward and backward graph, or the one for evaluation.
-            fetched: The outputs that runs probably fetch; None for all. A training graph has all outputs, but may
-                compute others separately.
-            padded: Whether a training graph computes padded places, even if the step says which they are.
-            branching: Whether the model is known to have branches on values.
-            anew: Whether to leave the cache aside.
+            request: A run that the graph is for, with a sample of every input; whether it trains decides between the
+                joint forward and backward graph and the one for evaluation. A training graph has all outputs, but may
+                compute those separately that are not fetched. A refused graph shows that the model has branches on
+                values.
 
         Raises:
             ExportError: If the model can't be exported or its outputs don't match the description.
             Exception: What the model raises for the batch, if it has branches on values.
         """
         step = self.step
-        if padded:  # for a comparison, which needs no compiled loops
+        if request.padded:  # for a comparison, which needs no compiled loops
             step = dataclasses.replace(step, padding_mask="", kernels=PROGRAMS.name)
-        if training and fetched is not None:
-            step = _for_fetching(step, fetched)
-        builder = dataclasses.replace(self, step=step, cached=self.cached and not anew)
-        return self._finished(builder._exported(batch, training, branching))
+        if request.training and request.fetched:
+            step = _for_fetching(step, request.fetched)
+        builder = dataclasses.replace(self, step=step)
+        return self._finished(builder._exported(request.batch, request.training, bool(request.refused)))
 
-    def compile_later(
-        self,
-        batch: Mapping[str, torch.Tensor],
-        fetched: Collection[str] | None,
-        step: Step,
-        backward: Sequence[Step] = (),
-    ) -> Compilation | None:
+    def compile_later(self, request: Request, step: Step, backward: Sequence[Step] = ()) -> Compilation | None:
         """Begins to compile a training graph for the rival of its kernels, while training goes on.
 
         Args:
-            batch, fetched: As for :meth:`build`.
+            request: As for :meth:`build`.
             step, backward: What that, or :meth:`build_call`, has returned.
 
         Returns:
             None if the kernels have no rival, were chosen before, or if nothing can be compiled, which is logged.
         """
         rival = kinds(self.step.kernels)[0].rival
-        if not rival or step.programs is None or step.measured:
+        if not rival or step.measured:
             return None
         reason = objection()
         if self.step.joint:
@@ -143,14 +127,14 @@ class GraphBuilder:
             _log.info("training stays on PyTorch's kernels: %s", reason)
             return None
         other = dataclasses.replace(self.step, kernels=rival)
-        if fetched is not None:
-            other = _for_fetching(other, fetched)
+        if request.fetched:
+            other = _for_fetching(other, request.fetched)
 
         def in_child() -> Export:
             from .export import export
 
             with torch.enable_grad():  # kept, so that a run that ends before the choice has not compiled for nothing
-                return export(other, batch, True, export_cache() if self.cached else None, lambda stage: None)
+                return export(other, request.batch, True, export_cache() if self.cached else None, lambda stage: None)
 
         try:
             with BORROWED:  # in this process, so that no other thread has it at the fork
@@ -245,7 +229,7 @@ class GraphBuilder:
             from ..step.postprocess import postprocessed
 
             graph = postprocessed(graph, self.postprocess)
-        if not self.contrib_ops and graph.programs is None:
+        if not self.contrib_ops and graph.in_onnx:
             _refuse_contrib_ops(graph)
         return graph
 
@@ -265,7 +249,7 @@ class GraphBuilder:
         if not _log.isEnabledFor(logging.INFO):
             return
         kind = f"{graph.kind} and backward" if export.backward else graph.kind
-        graphs = [step.programs for step in (graph, *export.backward) if step.programs is not None]
+        graphs = [step.programs for step in (graph, *export.backward) if step.programs]
         has_loops = any(each.has_loops for each in graphs)
         kernels = f", computed by {PROGRAMS.title}{' and compiled loops' * has_loops}" if graphs else ""
         if export.found:

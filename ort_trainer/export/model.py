@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Collection, Hashable, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -33,13 +33,11 @@ from ..optim.torch_optimizer import TorchOptimizerConfig
 from ..options import ModelDescription, ORTTrainerOptions
 from ..options.trainer_options import MINIMUM_OPSET
 from .builder import GraphBuilder
-from .model_source import (
-    Builder,
-    Layouts,
-    ModelSource,
-    autocast_dtype,
-    check_names,
-)
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+Layouts = Sequence[tuple[str, Layout]]
 
 _WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 _SHARD_OUTSIDE = (
@@ -48,8 +46,31 @@ _SHARD_OUTSIDE = (
 )
 
 
-class TorchSource(ModelSource):
-    """A module, which may change: what its graphs depend on is watched by a :class:`Guard`."""
+class ModelSource:
+    """A module with its weights, which may change.
+
+    Args:
+        model: The module.
+        loss_fn: The loss function; None if the model computes its loss.
+        optim_config: The optimizer, which says what is trained.
+        options: All settings.
+        name: Name of the model in error messages; None for that of its class.
+
+    Attributes:
+        name: As given.
+        fixed: Whether its weights can't be changed from outside.
+        inputs: Names of its inputs.
+        canonical: Every name of a parameter or buffer -> the first name of the same tensor.
+        saved: Tensors in a state dict, including tied names, in order; only their shapes and dtypes are used.
+        non_persistent: Tensors not in a state dict; only their shapes and dtypes are used.
+        trainable: Canonical names of the parameters to train.
+        memory: The tensors that the trainer works on.
+        guard: Watches what graphs of the model depend on.
+    """
+
+    fixed = False
+    inputs: Sequence[str]
+    memory: ModelMemory
 
     def __init__(
         self,
@@ -57,8 +78,9 @@ class TorchSource(ModelSource):
         loss_fn: LossFunction | None,
         optim_config: OptimizerConfig,
         options: ORTTrainerOptions,
+        name: str | None = None,
     ) -> None:
-        self.name, self.fixed = type(model).__name__, False
+        self.name = type(model).__name__ if name is None else name
         _check_model(model)
         self.inputs = list(signature_of(model.forward).parameters)
         self._model, self._loss_fn, self._options = model, loss_fn, options
@@ -70,9 +92,9 @@ class TorchSource(ModelSource):
         frozen = {self.canonical[name] for name in options.utils.frozen_weights}
         frozen |= {name for name in self.parameters if not optim_config.trains(name)}
         self.trainable = [name for name, p in self.parameters.items() if p.requires_grad and name not in frozen]
-        self._guard = Guard(model, loss_fn, self.trainable, frozen, options.utils.share_weights)
+        self.guard = Guard(model, loss_fn, self.trainable, frozen, options.utils.share_weights)
         shared_groups({**self.parameters, **self.buffers}, self.parameters)
-        self.memory = self._guard.memory or ModelMemory(self)
+        self.memory = self.guard.memory or ModelMemory(model, self.name)
         tensors = {
             name: torch.empty_like(tensor, device="meta")
             for name, tensor in {**named, **dict(model.named_buffers(remove_duplicate=False))}.items()
@@ -84,16 +106,20 @@ class TorchSource(ModelSource):
 
     @property
     def parameters(self) -> Named:
-        """All parameters by canonical name."""
+        """The model's current parameters by canonical name, trained or not."""
         return dict(self._model.named_parameters())
 
     @property
     def buffers(self) -> Named:
-        """All buffers by canonical name."""
+        """The model's current buffers by canonical name."""
         return dict(self._model.named_buffers())
 
     def check_joint(self) -> None:
-        """Checks that no module communicates with other processes during a pass; see the base class."""
+        """Checks that several processes can train it together, each on its part of the data.
+
+        Raises:
+            ValueError: If they can't, because a module communicates with other processes during a pass.
+        """
         self._joint = True
         layers = [path for path, module in self._model.named_modules() if isinstance(module, nn.SyncBatchNorm)]
         if layers:
@@ -104,39 +130,16 @@ class TorchSource(ModelSource):
                 "BatchNorm does; or use a normalization without batch statistics (GroupNorm, LayerNorm)"
             )
 
-    def check(self, training: bool) -> tuple[Hashable, Named]:
-        """Asks the guard whether the graphs still mean what the model means; see the base class."""
-        return self._guard.check(training)
+    def large_constants(self) -> Named:
+        """Returns what the model computes with beside parameters and buffers, such as quantized weights in a file."""
+        return {}
 
-    @property
-    def last_change(self) -> str:
-        """What has changed in model or loss; see the base class."""
-        return self._guard.last_change
-
-    @property
-    def notes(self) -> Any:
-        """The notes of the last export; see the base class."""
-        return self._guard.notes
-
-    def compared(self) -> dict[str, Any]:
-        """Returns the operators that were captured, and what they depend on; see the base class."""
-        return self._guard.compared
-
-    def leave(self, notes: Any, tensors: Sequence[torch.Tensor]) -> None:
-        """Leaves what the model and the loss leave outside; see the base class."""
-        self._guard.leave(notes, tensors)
-
-    def carried(self) -> dict[str, dict[str, Any]]:
-        """Returns the state that the model keeps outside tensors; see the base class."""
-        return self._guard.carried.collect()
-
-    def load_carried(self, state: Mapping[str, Any]) -> None:
-        """Takes what :meth:`carried` has returned; see the base class."""
-        self._guard.carried.load(state)
-
-    def put_carried(self) -> bool:
-        """Puts the loaded state where exports have shown that it belongs; see the base class."""
-        return self._guard.carried.put()
+    def names_of_trainable(self) -> dict[str, list[str]]:
+        """Returns the parameters to train, each with all its names."""
+        aliases: dict[str, list[str]] = {}
+        for name, canonical in self.canonical.items():
+            aliases.setdefault(canonical, []).append(name)
+        return {name: aliases[name] for name in self.trainable}
 
     def _check_options(self, optim_config: OptimizerConfig) -> None:
         if isinstance(optim_config, TorchOptimizerConfig) and not self._options.utils.share_weights:
@@ -212,18 +215,43 @@ class TorchSource(ModelSource):
     def name_inputs(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], parameters: Collection[str]
     ) -> dict[str, Any]:
-        """Returns the arguments of a step by name."""
+        """Returns the arguments of a step by name, before there is a description."""
         return name_sample(self._model, self._loss_fn, args, kwargs, parameters)
+
+    def blank_batch(self, description: ModelDescription) -> dict[str, torch.Tensor]:
+        """Returns a batch of zeros, with size 2 for every symbolic dimension, if the model declares its inputs.
+
+        Raises:
+            RuntimeError: If only a real batch determines the inputs.
+        """
+        raise RuntimeError(
+            "the model's inputs are unknown before the first batch: call prepare(), train_step() or eval_step() first"
+        )
 
     def describe(
         self, batch: Named, layouts: Mapping[str, Layout], parameters: Mapping[str, torch.Tensor]
     ) -> ModelDescription:
-        """Returns a description derived from a sample batch."""
+        """Returns a description derived from a sample batch.
+
+        Args:
+            batch: The tensors by input name.
+            layouts: How the tensors form the arguments.
+            parameters: The loss parameters.
+        """
         place = next((value.device for value in (*self.parameters.values(), *self.buffers.values())), None)
         with BORROWED:  # before the first step, the model may be elsewhere than training
             batch = {name: value.to(place) for name, value in batch.items()}
             mask = self._options.utils.remove_padding
             return describe(self._model, self._loss_fn, batch, layouts, parameters, mask)
+
+    def own_model(self, tensors: Named, outputs: Sequence[str] | None) -> ir.Model | None:
+        """Returns the user's own ONNX model with other weights; None if the user's model is not in ONNX.
+
+        Args:
+            tensors: Parameters and buffers by canonical name.
+            outputs: Names of outputs, for a model in inference form that has only these. None for the whole model.
+        """
+        return None
 
     def builder(
         self,
@@ -231,10 +259,20 @@ class TorchSource(ModelSource):
         layouts: Layouts = (),
         parameters: Sequence[str] | None = None,
         portable: bool = False,
-    ) -> Builder:
-        """Returns a builder of the graphs; see the base class."""
+    ) -> GraphBuilder:
+        """Returns a builder of graphs.
+
+        Args:
+            description: The model description.
+            layouts: The arguments that are not one tensor, each with its layout.
+            parameters: The inputs that are loss parameters; None if not known yet.
+            portable: Whether the graphs must run on other engines too, so have only standard ONNX operators.
+
+        Raises:
+            ValueError: If the description does not fit the model.
+        """
         labels = check_signature(self._model, description, self._loss_fn, dict(layouts), parameters)
-        self._guard.check_exportable()
+        self.guard.check_exportable()
         internal = self._options._internal_use
         step = ExportedStep(
             model=self._model,
@@ -243,8 +281,8 @@ class TorchSource(ModelSource):
             labels=labels,
             parameters=tuple(parameters or ()),
             layouts=dict(layouts),
-            trainable=self._guard.trainable,
-            modes=self._guard.modes,
+            trainable=self.guard.trainable,
+            modes=self.guard.modes,
             autocast=autocast_dtype(self._options),
             opset=max(internal.onnx_opset_version, MINIMUM_OPSET),
             simplified=internal.enable_internal_postprocess,
@@ -253,8 +291,8 @@ class TorchSource(ModelSource):
             fast_random=self._options.utils.random_numbers == "fast",
             padding_mask="" if portable else self._padding_mask(description),
             carries=not portable,
-            numbers=frozenset() if portable else frozenset(self._guard.numbers),
-            tables=self._guard.tables,
+            numbers=frozenset() if portable else frozenset(self.guard.numbers),
+            tables=self.guard.tables,
             joint=self._joint,
         )
         return GraphBuilder(
@@ -263,10 +301,31 @@ class TorchSource(ModelSource):
             internal.enable_onnx_contrib_ops,
             cached=self._options.utils.cache_exports,
             tolerates=self._options.tolerates,
-            depends_on_modes=self._guard.depends_on_modes,
-            exchanged=self._guard.take_exchanged_modules,
-            noted=self._guard.noted,
+            depends_on_modes=self.guard.depends_on_modes,
+            exchanged=self.guard.take_exchanged_modules,
+            noted=self.guard.noted,
         )
+
+
+def check_names(names: Sequence[str], optim_config: OptimizerConfig, options: ORTTrainerOptions) -> None:
+    """Checks that frozen weights and parameter groups name known parameters.
+
+    Raises:
+        ValueError: If a name is unknown.
+    """
+    unknown = [name for name in options.utils.frozen_weights if name not in names]
+    if unknown:
+        raise ValueError(f"unknown parameters {unknown} in utils.frozen_weights: the model has {sorted(names)}")
+    for group in optim_config.params:
+        unknown = [name for name in group["params"] if name not in names]
+        if unknown:
+            raise ValueError(f"unknown parameters {unknown} in a parameter group: the model has {sorted(names)}")
+
+
+def autocast_dtype(options: ORTTrainerOptions) -> torch.dtype | None:
+    """Returns the dtype of mixed precision; None without it."""
+    precision = options.mixed_precision
+    return getattr(torch, precision.dtype) if precision.enabled else None
 
 
 def recompute_options(options: ORTTrainerOptions) -> RecomputeOptions:

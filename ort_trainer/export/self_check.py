@@ -16,7 +16,7 @@ from ..capture import torch_versions
 from ..capture.isolation import can_differentiate, can_isolate, run_in_child
 from ..capture.step_module import ExportedStep
 from ..core.errors import ExportError, warn
-from ..engine import Executor
+from ..engine import Executor, Request
 from ..options import ModelDescription
 from ..step.cache import SOURCES_AT_IMPORT, ExportCache
 from .export import export
@@ -156,12 +156,12 @@ def _trained_here(model: nn.Module, batches: list[dict[str, torch.Tensor]], kern
     executor.add_graph(exported.step)
     losses = []
     for batch in batches:
-        plan = executor.plan(True, batch, ["loss"])
+        plan = executor.plan(Request(batch, True, ["loss"]))
         if plan is None:
             raise ExportError(f"the graph does not accept a batch of {len(batch['token'])}")
-        executor.lazy_reset_grad()
-        losses += executor.train(plan, batch)
+        executor.gradients.reset()
+        losses += executor.train(plan, batch).outputs
         with torch.no_grad():
-            for name, gradient in executor.present_gradients().items():
+            for name, gradient in executor.gradients.present().items():
                 parameters[name].sub_(gradient, alpha=_RATE)
     return losses

@@ -53,8 +53,10 @@ class Guard:
     Attributes:
         memory: The model's own tensors, if the trainer works on them.
         carried: The state that graphs leave outside tensors and read again.
-        notes: Those of the last export; None if its runs leave nothing outside.
-        compared: What processes that train together compare; see ``ModelSource.compared``.
+        notes: Those of the last export, for :meth:`leave`; None if its runs leave nothing outside.
+        compared: What the first training graph computes and depends on, for processes that train together to compare.
+            These are texts: ``conditions`` on sizes and values, ``operators`` by name, and ``values`` outside tensors
+            by place. It is empty where processes may differ by purpose.
     """
 
     def __init__(
@@ -76,12 +78,26 @@ class Guard:
         self.memory = SharedTensors(model, self._model) if share else None
 
     def check(self, training: bool) -> tuple[Hashable, Named]:
-        """Returns the key of the graphs to use, and the tensors with other memory; see ``ModelSource.check``."""
+        """Asks before a step whether the graphs still mean what the model means.
+
+        Args:
+            training: Whether before a training step.
+
+        Returns:
+            A key for everything in the model and loss that graphs depend on, which changes with them; and the tensors
+            whose memory has changed, by canonical name, usually none.
+
+        Raises:
+            RuntimeError: If the model has changed into another one, or has nothing to train.
+        """
         with BORROWED:  # an export in another thread may have set other modes for a while
             structure = training, *[watch.variant(training) for watch in self._modules]
             variant = self._reads.variant(structure)
             if training and not self._model.trainable:
-                raise nothing_to_train(self._name)
+                raise RuntimeError(
+                    f"{self._name} has no parameter to train: all have requires_grad=False or are in "
+                    "utils.frozen_weights. eval_step still works"
+                )
             changed = {} if self.memory is None else self.memory.take_changes()
             return variant, {**changed, **self._reads.carried()} if self._reads.carries else changed
 
@@ -97,7 +113,12 @@ class Guard:
             self.compared = {"conditions": conditions, "operators": operators, "values": values}
 
     def leave(self, notes: Notes, tensors: Sequence[torch.Tensor]) -> None:
-        """Leaves what a training step leaves outside."""
+        """Leaves outside, in attributes, containers or variables, what a training step of the model leaves there.
+
+        Args:
+            notes: The notes of the graph that has run.
+            tensors: Its outputs ``Step.left``.
+        """
         with BORROWED:
             notes.leftovers.leave(self._root, tensors)
 
@@ -113,7 +134,7 @@ class Guard:
 
     @property
     def last_change(self) -> str:
-        """What has changed in the model and the loss; see ``ModelSource.last_change``."""
+        """What has changed in model and loss since the call of :meth:`check` before the last; empty if unknown."""
         return "; ".join(filter(None, (*(watch.last_change for watch in self._modules), *self._reads.changes[:5])))
 
     @property

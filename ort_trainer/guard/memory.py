@@ -3,36 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Protocol
 
 import torch
+from torch import nn
 
 from ..engine.ownership import own_copies
 
 Named = Mapping[str, torch.Tensor]
 
 
-class _Tensors(Protocol):
-    """What the model has now, by canonical name."""
-
-    name: str
-
-    @property
-    def parameters(self) -> Named: ...
-
-    @property
-    def buffers(self) -> Named: ...
-
-
 class ModelMemory:
     """The tensors that a trainer works on: by default, copies of the model's.
 
     Args:
-        source: The model.
+        model: The module.
+        name: Its name in error messages.
     """
 
-    def __init__(self, source: _Tensors) -> None:
-        self._source = source
+    def __init__(self, model: nn.Module, name: str) -> None:
+        self._model, self._name = model, name
 
     def adopt(self, device: torch.device) -> Named:
         """Returns the parameters and buffers that the trainer works on, by canonical name.
@@ -40,8 +29,8 @@ class ModelMemory:
         Args:
             device: The device for the tensors.
         """
-        parameters = self._source.parameters
-        return own_copies({**parameters, **self._source.buffers}, parameters, device)
+        parameters = dict(self._model.named_parameters())
+        return own_copies({**parameters, **dict(self._model.named_buffers())}, parameters, device)
 
     def take_changes(self) -> Named:
         """Picks up changes to the model itself, if the trainer works on the model's tensors.
@@ -71,7 +60,7 @@ class ModelMemory:
             RuntimeError: If the trainer does not work on the model's tensors.
         """
         raise RuntimeError(
-            f"{self._source.name} can't receive gradients, because the trainer works on copies of its weights: use "
+            f"{self._name} can't receive gradients, because the trainer works on copies of its weights: use "
             "train_step, or a PyTorch model without utils.share_weights=False"
         )
 

@@ -7,8 +7,8 @@ import functools
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from inspect import Parameter
-from operator import itemgetter
-from typing import Any
+from operator import attrgetter, itemgetter
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -23,10 +23,10 @@ from ..core.errors import ExportError
 from ..core.report import GraphRuns
 from ..core.signatures import signature_of
 from ..core.threads import turns
-from ..engine.ort import providers_for, session_options
-from ..engine.programs.runner import ProgramRunner
-from ..engine.runner import GraphRunner, SessionRunner
-from ..engine.torch_memory import TorchMemory, readable
+from ..engine import Request
+from ..engine.ort import providers_for
+from ..engine.runners import Runners
+from ..engine.torch_memory import readable
 from ..engine.turns import Race
 from ..export.builder import GraphBuilder
 from ..export.compile_later import Compilation, Compilations
@@ -75,6 +75,7 @@ Layouts = tuple[Layout, ...]
 NamedLayouts = tuple[tuple[str, Layout], ...]
 
 _log = logging.getLogger(__name__)
+_shape = attrgetter("shape")
 # Each costs an export; a module that fixes a size, or gets another constant in every call, must not export without end.
 _MAXIMUM_GRAPHS = 16
 # After so many calls that changed their module, as the first call of a lazy module does, the module gets no graph.
@@ -204,6 +205,30 @@ def _owning(owner: nn.Module, key: str) -> Mapping[str, Any]:
     return owner._parameters if key in owner._parameters else owner._buffers
 
 
+class CallKind(NamedTuple):
+    """What calls have in common that differ only in sizes, and in the values of tensors.
+
+    Attributes:
+        variant: What the module is like, and what it reads outside tensors.
+        positional, named: The layouts of the arguments, with their constants.
+        with_grad: Whether PyTorch records operations for a backward pass.
+        autocast: The dtype of autocast; None without it.
+        tensors: Number of dimensions, dtype, whether it requires grad, and order in memory of each tensor among the
+            arguments; the order is True for a contiguous tensor.
+    """
+
+    variant: Any
+    positional: Layouts
+    named: NamedLayouts
+    with_grad: bool
+    autocast: torch.dtype | None
+    tensors: tuple[tuple[int, torch.dtype, bool, Any], ...]
+
+
+CallKey = tuple[CallKind, tuple[torch.Size, ...]]
+"""A kind of call, and the shapes of the tensors among the arguments."""
+
+
 class CallGraphs:
     """The graphs of a module.
 
@@ -248,8 +273,8 @@ class CallGraphs:
         self._names = [parameter.name for parameter in parameters if parameter.kind in kinds]
         self._forward = vars(self._module).get("forward")
         self._watch: ModelWatch | None = None  # created in the next call: a lazy module has no parameters yet
-        self._by_kind: dict[Any, list[ExportedGraphs]] = {}
-        self._calls: dict[Any, tuple[ExportedGraphs, Call]] = {}
+        self._by_kind: dict[CallKind, list[ExportedGraphs]] = {}
+        self._calls: dict[CallKey, tuple[ExportedGraphs, Call]] = {}
         # Numbers among the arguments that have changed from call to call, which makes them inputs of graphs.
         self._changing: set[str] = set()
         # Their values in the current call.
@@ -284,50 +309,15 @@ class CallGraphs:
             SettlingError: If the call changes the module, as a first call may.
             TypeError: If an argument can't be used.
         """
-        if self._settles and in_backward_pass():
-            raise SettlingError("repeats such a call, as a checkpoint of activations does")
-        self._settles = False
-        if self._compilations.running:
-            with torch.inference_mode(False):
-                self._compilations.take()
-        if vars(self._module).get("forward") is not self._forward:  # another one was assigned
-            self.forget()
-        leaves: dict[str, torch.Tensor] = {}
-        positional = tuple(flatten(self._name(at), value, leaves, objects=True) for at, value in enumerate(args))
-        named = tuple((name, flatten(name, value, leaves, objects=True)) for name, value in kwargs.items())
-        leaves = {name: readable(name, value) for name, value in leaves.items()}
-        if len(set(map(id, leaves.values()))) < len(leaves):
-            layouts = merged([*positional, *(layout for _, layout in named)], leaves)
-            positional, of_names = layouts[: len(args)], layouts[len(args) :]
-            named = tuple(zip(kwargs, of_names, strict=True))
-        if self._changing:
-            positional, named = self._with_numbers_apart(positional, named, self._arguments, self._changing)
-        try:
-            structure = (self._watch or self._begin()).variant(True)
-        except ModelChangedError as error:
-            _log.info("exporting the module anew: %s", error)
-            self.forget()
-            structure = self._begin().variant(True)
-        variant = self._reads.variant(structure)
-        with_grad = torch.is_grad_enabled()
-        kind = next(iter(leaves.values())).device.type if leaves else "cpu"
-        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        parts: list[Any] = [variant, positional, named, with_grad, autocast]
-        for value in leaves.values():
-            parts += (value.shape, value.dtype, value.requires_grad, value.is_contiguous() or layout_of(value))
-        key = tuple(parts)
-        try:
-            entry = self._calls.get(key)
-        except TypeError as error:
-            raise TypeError(
-                f"an argument of {self._module._get_name()} is neither a tensor nor a constant that can be compared "
-                f"({error}): pass arrays as tensors"
-            ) from None
-        if entry is None and self._has_changing_numbers(positional, named):
-            return self.find(args, kwargs)
+        self._prepare()
+        key, leaves = self._read(args, kwargs)
+        entry = self._entry(key)
+        if entry is None and self._has_changing_numbers(key[0]):
+            key, leaves = self._read(args, kwargs)  # now with inputs for them
+            entry = self._entry(key)
         if entry is None:
             with torch.inference_mode(False):
-                entry = self._add(leaves, key)
+                entry = self._add(leaves, key[0])
             if len(self._calls) >= _MAXIMUM_CALLS:
                 self._calls.clear()
             self._calls[key] = entry
@@ -342,6 +332,63 @@ class CallGraphs:
         values += leaves.values()
         return graphs, call, values
 
+    def _prepare(self) -> None:
+        """Takes what has changed between calls: graphs compiled meanwhile, and another ``forward``."""
+        if self._settles and in_backward_pass():
+            raise SettlingError("repeats such a call, as a checkpoint of activations does")
+        self._settles = False
+        if self._compilations.running:
+            with torch.inference_mode(False):
+                self._compilations.take()
+        if vars(self._module).get("forward") is not self._forward:  # another one was assigned
+            self.forget()
+
+    def _read(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[CallKey, dict[str, torch.Tensor]]:
+        """Returns the key of a call, and the tensors among its arguments by name."""
+        leaves: dict[str, torch.Tensor] = {}
+        positional = tuple(flatten(self._name(at), value, leaves, objects=True) for at, value in enumerate(args))
+        named = tuple((name, flatten(name, value, leaves, objects=True)) for name, value in kwargs.items())
+        leaves = {name: readable(name, value) for name, value in leaves.items()}
+        if len(set(map(id, leaves.values()))) < len(leaves):
+            layouts = merged([*positional, *(layout for _, layout in named)], leaves)
+            positional, of_names = layouts[: len(args)], layouts[len(args) :]
+            named = tuple(zip(kwargs, of_names, strict=True))
+        if self._changing:
+            positional, named = self._with_numbers_apart(positional, named, self._arguments, self._changing)
+        variant = self._variant()
+        device = next(iter(leaves.values())).device.type if leaves else "cpu"
+        autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        tensors = tuple(
+            (value.dim(), value.dtype, value.requires_grad, value.is_contiguous() or layout_of(value))
+            for value in leaves.values()
+        )
+        kind = CallKind(variant, positional, named, torch.is_grad_enabled(), autocast, tensors)
+        return (kind, tuple(map(_shape, leaves.values()))), leaves
+
+    def _entry(self, key: CallKey) -> tuple[ExportedGraphs, Call] | None:
+        """Returns the graphs that such a call has used before; None if there was none.
+
+        Raises:
+            TypeError: If an argument has no hash.
+        """
+        try:
+            return self._calls.get(key)
+        except TypeError as error:
+            raise TypeError(
+                f"an argument of {self._module._get_name()} is neither a tensor nor a constant that can be compared "
+                f"({error}): pass arrays as tensors"
+            ) from None
+
+    def _variant(self) -> Any:
+        """Returns what the module is like now; one that has become another one is watched anew."""
+        try:
+            structure = (self._watch or self._begin()).variant(True)
+        except ModelChangedError as error:
+            _log.info("exporting the module anew: %s", error)
+            self.forget()
+            structure = self._begin().variant(True)
+        return self._reads.variant(structure)
+
     def _with_numbers_apart(
         self, positional: Layouts, named: NamedLayouts, numbers: dict[str, Any], wanted: Collection[str] | None
     ) -> tuple[Layouts, NamedLayouts]:
@@ -351,10 +398,10 @@ class CallGraphs:
             tuple((name, with_numbers_apart(part, name, numbers, wanted)) for name, part in named),
         )
 
-    def _has_changing_numbers(self, positional: Layouts, named: NamedLayouts) -> bool:
+    def _has_changing_numbers(self, call: CallKind) -> bool:
         """Returns whether a call differs from an earlier one only in numbers, and makes these inputs of graphs."""
         numbers: dict[str, Any] = {}
-        kind = self._with_numbers_apart(positional, named, numbers, None)
+        kind = self._with_numbers_apart(call.positional, call.named, numbers, None)
         first = self._first_numbers.setdefault(kind, numbers)
         changed = {name for name, value in numbers.items() if first[name] != value}
         self._changing |= changed
@@ -364,11 +411,9 @@ class CallGraphs:
         """Returns the name of a positional argument."""
         return self._names[place] if place < len(self._names) else f"args.{place}"
 
-    def _add(self, leaves: Mapping[str, torch.Tensor], key: tuple[Any, ...]) -> tuple[ExportedGraphs, Call]:
+    def _add(self, leaves: Mapping[str, torch.Tensor], kind: CallKind) -> tuple[ExportedGraphs, Call]:
         """Finds or exports the graphs for inputs of other shapes."""
         shapes = {name: tuple(value.shape) for name, value in leaves.items()}
-        # The key without sizes: only the number of dimensions of each shape.
-        kind = tuple(len(part) if isinstance(part, torch.Size) else part for part in key)
         candidates = self._by_kind.get(kind, [])
         graphs = next((graphs for graphs in candidates if graphs.takes(shapes)), None)
         if graphs is None:
@@ -391,7 +436,7 @@ class CallGraphs:
             self._trial = None
             try:
                 with running(self._module):
-                    graphs = self._export(leaves, description, key)
+                    graphs = self._export(leaves, description, kind)
             except SettlingError as error:
                 self._unsettled += 1
                 if self._unsettled <= _MAXIMUM_UNSETTLED:
@@ -413,16 +458,16 @@ class CallGraphs:
         return graphs, call
 
     def _export(
-        self, leaves: Mapping[str, torch.Tensor], description: CallDescription, key: tuple[Any, ...]
+        self, leaves: Mapping[str, torch.Tensor], description: CallDescription, kind: CallKind
     ) -> ExportedGraphs:
         """Runs the module once to see its result, then exports its graphs."""
-        _, positional, named, with_grad, autocast, *_ = key
+        positional, with_grad = kind.positional, kind.with_grad
         module, options, watch = self._module, self._options, self._watch
-        assert watch is not None  # find() has created it: the key has its variant
+        assert watch is not None  # find() has created it: the kind has its variant
         device = _device_of([*leaves.values(), *module.parameters(), *module.buffers()])
         refuse_subclasses(leaves)
         copies = {name: like_given(value) for name, value in leaves.items()}
-        result, entries, returned = self._result(positional, dict(named), copies, device, with_grad)
+        result, entries, returned = self._result(positional, dict(kind.named), copies, device, with_grad)
         if entries and options.verification() not in (0, "auto"):
             raise ExportError(
                 "forward() changes a dict among its arguments, which debug.verify_every can't compare: return what it "
@@ -434,13 +479,13 @@ class CallGraphs:
             loss_fn=None,
             trainable=watch.trainable if with_grad else frozenset(),
             modes=watch.modes or {},
-            autocast=autocast,
+            autocast=kind.autocast,
             kernels=self._kernels(device),
             opset=max(options._internal_use.onnx_opset_version, MINIMUM_OPSET),
             recompute=recompute_options(options),
             fast_random=options.utils.random_numbers == "fast",
             args=positional,
-            kwargs=dict(named),
+            kwargs=dict(kind.named),
             requires_grad=frozenset(name for name, value in leaves.items() if value.requires_grad and with_grad),
             carries=True,
             arguments=dict(self._arguments),
@@ -469,8 +514,7 @@ class CallGraphs:
             )
         if self.exported is not None:
             self.exported(forward, backward)
-        memory = TorchMemory(device)
-        passes = Passes(forward, backward, functools.partial(self._load, memory=memory), memory)
+        passes = Passes(forward, backward, self._runners(device))
         outside = {*notes.tensors, *notes.scalars}
         self._outside.update(self._reads.carried(owned=False))
         state = [(self._outside, name) if name in outside else self._place(name) for name in forward.state]
@@ -486,7 +530,7 @@ class CallGraphs:
         )
         # Each process would choose by itself, and the parts of a call take no turns.
         if len(passes.parts) == 1 and not reduces_early():
-            begin = functools.partial(builder.compile_later, sample, None, forward, backward)
+            begin = functools.partial(builder.compile_later, Request(sample, True), forward, backward)
             self._compilations.begin(begin, functools.partial(self._add_rival, graphs))
         return graphs
 
@@ -494,8 +538,7 @@ class CallGraphs:
         self, graphs: ExportedGraphs, compilation: Compilation, forward: Step, backward: Sequence[Step]
     ) -> None:
         """Lets graphs that were compiled meanwhile take turns with those that run."""
-        memory = graphs.passes.memory
-        passes = Passes(forward, backward, functools.partial(self._load, memory=memory), memory)
+        passes = Passes(forward, backward, graphs.passes.runners)
 
         def decided(won: bool, seconds: tuple[float, float]) -> None:
             compilation.chosen(won, seconds)
@@ -544,13 +587,11 @@ class CallGraphs:
             raise OptionError(f"utils.kernels is {name!r}, but {reason}: set it to 'auto'")
         return usable
 
-    def _load(self, step: Step, memory: TorchMemory) -> GraphRunner:
-        """Returns a runner of a pass, for the kernels that its graph was made for."""
-        options, deterministic = self._options, self._options.debug.deterministic_compute
-        if step.programs is not None:
-            return ProgramRunner(step, {}, memory, deterministic)
-        providers = providers_for(memory.device, options.provider_options)
-        return SessionRunner(step, {}, memory, session_options(options.session_options, deterministic), providers)
+    def _runners(self, device: torch.device) -> Runners:
+        """Returns what makes the runners of passes."""
+        options = self._options
+        providers = providers_for(device, options.provider_options)
+        return Runners(device, options.session_options, options.debug.deterministic_compute, providers)
 
     def _place(self, name: str) -> tuple[Mapping[str, Any], str]:
         """Returns the dict and the key of a parameter or buffer; a later assignment to it is then seen.

@@ -13,9 +13,9 @@ import torch
 
 from ..capture.eager import random_state, set_random_state
 from ..core.errors import ValueBranchError
-from ..engine.programs.runner import PartialRun, ProgramRunner
 from ..engine.runner import GraphRunner, Kind, check_branches, check_failure, evaluated, with_probabilities
-from ..engine.torch_memory import TorchMemory, shaped
+from ..engine.runners import Runners
+from ..engine.torch_memory import shaped
 from ..engine.turns import Lane, Race
 from ..step import SIZES, Step
 
@@ -38,12 +38,11 @@ class Passes:
         forward: The forward pass.
         backward: The backward passes: perhaps one for the gradient of a single output, such as the loss, and last the
             one that takes all gradients; empty if nothing requires grad.
-        load: Makes the runner of a pass.
-        memory: The memory of all tensors.
+        runners: Makes the runner of a pass.
 
     Attributes:
         step: The forward pass.
-        memory: As given.
+        runners: As given.
         runner: The forward pass's runner.
         outputs: The number of tensors that the module returns.
         saved: What the backward pass needs: whether each is a value (or a result of the forward pass), and its place.
@@ -53,11 +52,9 @@ class Passes:
         conditions: Name of a condition -> its place among the results.
     """
 
-    def __init__(
-        self, forward: Step, backward: Sequence[Step], load: Callable[[Step], GraphRunner], memory: TorchMemory
-    ) -> None:
-        self.step, self.memory = forward, memory
-        self.runner = load(forward)
+    def __init__(self, forward: Step, backward: Sequence[Step], runners: Runners) -> None:
+        self.step, self.runners = forward, runners
+        self.runner = runners.runner(forward)
         self.outputs = len(forward.outputs)
         values = {name: place for place, name in enumerate(self.runner.inputs)}
         results = {name: place for place, name in enumerate(self.runner.outputs)}
@@ -81,7 +78,7 @@ class Passes:
             names |= {name: ("input_gradients", name) for name in whole.input_gradients}
             self.trained = [values[name] for name in names]
             outputs = [spec.name for spec in forward.outputs]
-            self._backward = [_Backward(step, needed, outputs, list(names.values()), load) for step in backward]
+            self._backward = [_Backward(step, needed, outputs, list(names.values()), runners) for step in backward]
 
     def backward(self, places: frozenset[int]) -> _Backward:
         """Returns the smallest backward pass that takes the gradients of the outputs at these places."""
@@ -107,7 +104,7 @@ class _Backward:
         saved: Names of what the forward pass saves, in order; this pass may need only some of it.
         outputs: Names of the module's outputs.
         trained: The values that may get gradients, in order: the field of ``Step`` that has the gradient, and its key.
-        load: Makes the runner of a pass.
+        runners: Makes the runner of a pass.
 
     Attributes:
         takes: Places of the outputs whose gradients it takes.
@@ -119,9 +116,9 @@ class _Backward:
         saved: Sequence[str],
         outputs: Sequence[str],
         trained: Sequence[tuple[str, str]],
-        load: Callable[[Step], GraphRunner],
+        runners: Runners,
     ) -> None:
-        self._step, self._load = step, load
+        self._step, self._runners = step, runners
         places = {name: place for place, name in enumerate(saved)}
         tangents = {name: outputs.index(output) for output, name in step.tangents.items()}
         self.takes = frozenset(tangents.values())
@@ -143,7 +140,7 @@ class _Backward:
 
     @functools.cached_property
     def _runner(self) -> GraphRunner:
-        return self._load(self._step)
+        return self._runners.runner(self._step)
 
     @property
     def depends(self) -> list[frozenset[int]]:
@@ -151,9 +148,7 @@ class _Backward:
         return [depends for _, depends in self._results]
 
     def groups(self) -> list[list[int]]:
-        """Returns the trained values grouped by the program that computes their gradients, in the programs' order."""
-        if not isinstance(self._runner, ProgramRunner):
-            return [list(range(len(self._results)))]
+        """Returns the trained values grouped by the stage that computes their gradients, in the stages' order."""
         stage_of = {name: number for number, stage in enumerate(self._runner.stages) for name in stage.outputs}
         groups: dict[int, list[int]] = {}
         for place, name in enumerate(self._names):
@@ -199,7 +194,6 @@ class _Backward:
         self, values: list[Any], outputs: Collection[int]
     ) -> Callable[[Sequence[int]], list[torch.Tensor | None]]:
         """Returns a function of places, which runs only as far as the gradients of these trained values need."""
-        assert isinstance(self._runner, ProgramRunner)
         progress = PartialRun(self._runner, values)
 
         def take(places: Sequence[int]) -> list[torch.Tensor | None]:
@@ -208,6 +202,37 @@ class _Backward:
             return [None if self._results[place][1].isdisjoint(outputs) else gradients[place] for place in places]
 
         return take
+
+
+class PartialRun:
+    """A run of a graph that advances only as far as the requested results need.
+
+    Args:
+        runner: The runner of the graph.
+        values: The values of the runner's inputs.
+    """
+
+    def __init__(self, runner: GraphRunner, values: Sequence[torch.Tensor]) -> None:
+        self._runner, self._next = runner, 0
+        self._values = dict(zip(runner.inputs, values, strict=True))
+
+    def take(self, names: Sequence[str]) -> list[torch.Tensor]:
+        """Returns outputs of the graph, after running the stages that are needed for them; each can be taken once.
+
+        It keeps no reference to outputs that no later stage takes, so that autograd can adopt them as gradients instead
+        of copying them.
+        """
+        stages = self._runner.stages
+        while not self._values.keys() >= set(names):
+            stage = stages[self._next]
+            self._next += 1
+            values = [self._values[name] for name in stage.inputs]
+            for name in stage.last:
+                del self._values[name]
+            outputs = stage.run(values)
+            self._values.update(zip(stage.outputs, outputs, strict=True))
+        later = {name for stage in stages[self._next :] for name in stage.inputs}
+        return [self._values[name] if name in later else self._values.pop(name) for name in names]
 
 
 class SizedPasses:
@@ -255,7 +280,7 @@ class SizedPasses:
         """
         if not (self._random and self.passes.conditions):
             return self._run(values, check)
-        device = self.passes.memory.device
+        device = self.passes.runners.memory.device
         state = random_state(device)
         try:
             return self._run(values, check)
@@ -267,11 +292,7 @@ class SizedPasses:
         """Draws random inputs and runs the forward pass, as a function of autograd if anything is trained."""
         if self._random:
             probabilities = {name: values[place] for name, place in self._probabilities.items()}
-            drawn = self.passes.memory.draw(with_probabilities(self._random, probabilities), None)
-            if isinstance(self.passes.runner, ProgramRunner):  # unlike ONNX Runtime, it takes bfloat16
-                pairs = zip(drawn, self._random, strict=True)
-                drawn = [value.to(getattr(torch, spec.dtype)) for value, (spec, _) in pairs]
-            values += drawn
+            values += self.passes.runner.draw(with_probabilities(self._random, probabilities))
         trained = [values[place] for place in self.passes.trained]
         if not trained:
             return self.forward(values)[0]

@@ -18,6 +18,7 @@ from ..capture.differences import WHY_DIFFERENT, gradient_floor, not_run, report
 from ..capture.eager import (
     SavedTensors,
     coarsest,
+    differentiate,
     dropping_as,
     gradient_of,
     put_buffers_back,
@@ -29,7 +30,7 @@ from ..capture.eager import (
 )
 from ..capture.nested import flatten, rebuild
 from ..capture.verification import Verification, parts_of, repeating, spare_memory
-from ..core.errors import VerificationError, warn
+from ..core.errors import VerificationError
 from ..outside.leftovers import numbers_in
 from ..outside.places import Place
 from ..outside.recorder import Pair, Recorder
@@ -69,15 +70,10 @@ class CallVerifier:
             error: What differs.
             renew: Has graphs made anew.
         """
-        if not self._turns.is_automatic:
-            return False
-        if self._turns.has_renewed:
+        if self._turns.is_automatic and self._turns.has_renewed:
             self.error = error
             return True
-        self._turns.has_renewed = True
-        warn(f"{error}\nThe graphs are made anew, once. If that helps, something has changed that is not watched")
-        renew()
-        return True
+        return self._turns.renews(error, renew)
 
     def run(self, graphs: ExportedGraphs, call: Call, values: list[torch.Tensor], args: Any, kwargs: Any) -> Any:
         """Returns what the module returns; if it is this call's turn, compares it first.
@@ -174,7 +170,7 @@ class _EagerCall:
         self._modes = {part: part.training for part in module.modules()}
         self._trainable = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
         self._with_grad = torch.is_grad_enabled()
-        self.device = graphs.passes.memory.device
+        self.device = graphs.passes.runners.memory.device
         self._has_gradients, self._sums = True, list[float]()
         kind = self.device.type
         self._autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
@@ -337,19 +333,13 @@ class _EagerCall:
     def _gradients(self, outputs: Named, leaves: Named, tangents: Mapping[str, torch.Tensor]) -> Named:
         """Returns the gradients of the trained values, by their names in messages."""
         values = [*self._values, *leaves.values()]
-        targets = [values[place] for place in self._graphs.passes.trained]
+        places = zip(self._trained_names(), self._graphs.passes.trained, strict=True)
+        targets = {name: values[place] for name, place in places}
         usable = {name: value for name, value in tangents.items() if outputs[name].requires_grad}
         if not usable:
             return {}
         with _without_hooks(self._module):  # autograd calls them, with the graph's gradients
-            gradients = torch.autograd.grad(
-                [outputs[name] for name in usable], targets, list(usable.values()), allow_unused=True
-            )
-        return {
-            name: value.to_dense() if value.is_sparse else value
-            for name, value in zip(self._trained_names(), gradients, strict=True)
-            if value is not None
-        }
+            return differentiate([outputs[name] for name in usable], targets, list(usable.values()))
 
     def _named(self, outputs: Named, values: Sequence[torch.Tensor]) -> Named:
         """Returns copies of outputs and of changed values, by their names in messages."""

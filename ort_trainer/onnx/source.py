@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import onnx
 import onnx_ir as ir
@@ -14,9 +13,9 @@ import torch
 from ..capture.nested import Layout
 from ..capture.step_module import LossFunction
 from ..core.errors import ExportError
+from ..engine import Request
 from ..export.builder import GraphBuilder
-from ..export.model import TorchSource
-from ..export.model_source import Builder, Layouts
+from ..export.model import Layouts, ModelSource
 from ..guard.memory import Named
 from ..optim import OptimizerConfig
 from ..options import ModelDescription, ORTTrainerOptions
@@ -32,10 +31,11 @@ def is_onnx_model(model: object) -> bool:
     return isinstance(model, (OnnxModel, onnx.ModelProto, str, os.PathLike))
 
 
-class OnnxSource(TorchSource):
+class OnnxSource(ModelSource):
     """An ONNX model. Its module is private, so nothing else can change it between steps."""
 
     _model: OnnxModule
+    fixed = True
 
     def __init__(
         self,
@@ -46,8 +46,8 @@ class OnnxSource(TorchSource):
     ) -> None:
         self._loaded = model if isinstance(model, OnnxModel) else load_onnx_model(model)
         module = OnnxModule(self._loaded, copy=self._loaded is model)
-        super().__init__(module, loss_fn, optim_config, options)
-        self.name, self.fixed, self.inputs = "the ONNX model", True, [*module.inputs, *module.optional]
+        super().__init__(module, loss_fn, optim_config, options, name="the ONNX model")
+        self.inputs = [*module.inputs, *module.optional]
 
     def describe(
         self, batch: Named, layouts: Mapping[str, Layout], parameters: Mapping[str, torch.Tensor]
@@ -70,7 +70,7 @@ class OnnxSource(TorchSource):
         layouts: Layouts = (),
         parameters: Sequence[str] | None = None,
         portable: bool = False,
-    ) -> Builder:
+    ) -> GraphBuilder:
         """Returns a builder of graphs; see the base class."""
         self._refuse_layouts(layouts)
         check_inputs(self._loaded, description.input_names)
@@ -83,7 +83,6 @@ class OnnxSource(TorchSource):
             raise ValueError(f"unknown outputs {unknown} in model_desc: the ONNX model has {list(self._model.outputs)}")
         self._model.wanted = tuple(names) or self._model.outputs[:1]
         built = super().builder(description, layouts, parameters, portable)
-        assert isinstance(built, GraphBuilder)
         step = dataclasses.replace(built.step, loss_of_first=True)
         return _Builder(**{**vars(built), "step": step}, dtypes=input_dtypes(self._loaded))
 
@@ -113,17 +112,17 @@ class _Builder(GraphBuilder):
 
     dtypes: Mapping[str, torch.dtype] = dataclasses.field(default_factory=dict)
 
-    def build(self, batch: Named, *args: Any, **kwargs: Any) -> Step:
+    def build(self, request: Request) -> Step:
         """Returns the training or evaluation graph for a sample batch; see the base class.
 
         Raises:
             TypeError: If an input has another dtype than the model takes.
             ExportError: If the model can't be exported.
         """
-        for name, value in batch.items():
+        for name, value in request.batch.items():
             dtype = self.dtypes.get(name, value.dtype)
             if value.dtype != dtype:
                 raise TypeError(
                     f"input {name!r} has dtype {value.dtype}, but the ONNX model takes {dtype}: use .to({dtype})"
                 )
-        return super().build(batch, *args, **kwargs)
+        return super().build(request)

@@ -132,8 +132,7 @@ class Timing:
         if id(plan) not in self._plans:
             timed = self._runners.get(plan.runner)
             if timed is None:
-                kind = _TimedPrograms if isinstance(plan.runner, ProgramRunner) else _TimedSession
-                timed = self._runners[plan.runner] = kind(plan.runner, self)
+                timed = self._runners[plan.runner] = _TIMED[type(plan.runner)](plan.runner, self)
             self._plans[id(plan)] = (
                 plan,
                 dataclasses.replace(plan, runner=timed, bindings={}, function=timed.function(plan)),
@@ -289,6 +288,12 @@ class _TimedSession(_TimedRunner, SessionRunner):
                     )
                     for node, duration in _own_times(inside)
                 ]
+
+
+_TIMED: Mapping[type[GraphRunner], type[_TimedRunner]] = {
+    ProgramRunner: _TimedPrograms,
+    SessionRunner: _TimedSession,
+}
 
 
 def _own_times(events: list[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], int]]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
@@ -175,6 +175,16 @@ class Step:
         """Whether this is a training step."""
         return self.kind == "training"
 
+    @property
+    def in_onnx(self) -> bool:
+        """Whether the graph is an ONNX model, and not programs of PyTorch's kernels."""
+        return self.programs is None
+
+    @property
+    def program_texts(self) -> Collection[str]:
+        """The texts of the programs of a graph; empty for an ONNX model."""
+        return () if self.programs is None else self.programs.programs.values()
+
     @functools.cached_property
     def model(self) -> ir.Model:
         """The ONNX model, parsed on first use: the imports for that take half a second.
@@ -237,7 +247,7 @@ class Step:
     @property
     def is_standard(self) -> bool:
         """Whether the graph has only ONNX's own operators."""
-        return self.programs is None and all(not node.domain for node in self.model.graph.all_nodes())
+        return self.in_onnx and all(not node.domain for node in self.model.graph.all_nodes())
 
     def sizes(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
         """Returns the size of every symbolic dimension for the shapes of a batch (input name -> shape)."""

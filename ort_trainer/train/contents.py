@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..engine.ownership import owned_dtype
-from ..export.model_source import ModelSource
+from ..export.model import ModelSource
 from ..optim import OptimizerConfig
 from ..optim.torch_optimizer import TorchOptimizerConfig
 from ..state.state_dict import Contents

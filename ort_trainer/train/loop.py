@@ -8,29 +8,27 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from ..capture.borrow import BORROWED
-from ..core.errors import ValueBranchError, VerificationError
-from ..core.indices import check_indices
 from ..core.interrupts import uninterrupted
-from ..core.pages import page
 from ..core.report import GraphRuns, Report, memory_of
 from ..core.threads import OneThread
-from ..engine import Check, Executor, Plan
-from ..export.model_source import ModelSource
+from ..engine import Check, Executor, Request
+from ..export.model import ModelSource
 from ..optim import OptimizerConfig
 from ..optim.followed_update import FollowedUpdate
 from ..optim.parts import Named, global_norm
 from ..optim.step_info import TrainStepInfo
 from ..optim.torch_optimizer import FollowedConfig, TorchOptimizerConfig, TorchUpdate
-from ..optim.update import Again, OptimizerUpdate
+from ..optim.update import OptimizerUpdate
 from ..options import ModelDescription, ORTTrainerOptions
 from ..profiling import Profile, Profiler
 from ..step import Step
 from .batch import Batch
+from .calls import Call, Calls
 from .contents import contents_of
 from .debug_files import check_graph_paths, save_graphs
 from .learning_rates import learning_rates
@@ -45,12 +43,7 @@ from .verify import StepVerifier
 
 GRADIENT_WEIGHT = "gradient_weight"
 
-# Graphs for batches of the same sizes that take different branches of the model.
-_MAXIMUM_BRANCHES = 8
-_SHOWN_CONDITIONS = 5  # in an error
-
 Outputs = list[torch.Tensor]
-Result = TypeVar("Result")
 
 
 class TrainingLoop:
@@ -66,6 +59,7 @@ class TrainingLoop:
 
     Attributes:
         one_thread: Refuses transactions of a second thread.
+        transaction: The transaction that runs, the innermost one; None outside.
         source, config, options, device: As given.
         graphs: The description and the graphs.
         window: The micro-batches since the last update.
@@ -90,6 +84,7 @@ class TrainingLoop:
         strategy: Strategy | None = None,
     ) -> None:
         self.one_thread = OneThread(f"the trainer of {source.name}")
+        self.transaction: Transaction | None = None
         self.source, self.config, self.options = source, config, options
         self.device = device
         check_graph_paths(options.debug.graph_save_paths.to_dict())
@@ -112,10 +107,10 @@ class TrainingLoop:
             )
         limit = options.debug.max_nonfinite_losses
         self.losses = None if limit is None else FiniteLosses(limit)
-        self._checks_indices = options.debug.check_indices
         mask, tolerance = options.utils.remove_padding, 5e-2 if self.precision.mixed else 1e-3
         every = options.verification()
         self._verifier = StepVerifier(every, self.graphs, self.precision.checks_finite, bool(mask)) if every else None
+        self._calls = Calls(self.graphs, device, options.debug.check_indices, self._verifier)
         self._padding = PaddingCheck(mask, self.graphs, tolerance) if mask else None
         self.profiler: Profiler | None = None
         self.holds_gradients = False
@@ -193,7 +188,7 @@ class TrainingLoop:
             ([], {}) if executor is None else ([*executor.graphs(True), *executor.graphs(False)], executor.runs())
         )
         tensors = [*self.source.parameters.values(), *self.source.buffers.values()]
-        gradients = [] if executor is None else executor.gradients.values()
+        gradients = [] if executor is None else executor.gradients.tensors.values()
         return Report(
             title,
             tuple(GraphRuns(step.kind, runs[id(step)], step.kernels, step.seconds, step.kept) for step in graphs),
@@ -206,7 +201,7 @@ class TrainingLoop:
     def export(self, sample_batch: Any = None) -> None:
         """Exports the model before the first step; see ``ORTTrainer.prepare``."""
         batch = self.graphs.bind((self.graphs.blank_batch() if sample_batch is None else sample_batch,), {})
-        self.start(batch, True, self.graphs.output_names)
+        self.start(Request(batch, True, self.graphs.output_names))
 
     def bind(
         self,
@@ -215,7 +210,7 @@ class TrainingLoop:
         fetches: Sequence[str] = (),
         training: bool = True,
         backward: bool = True,
-    ) -> tuple[Plan, Batch]:
+    ) -> Call:
         """Binds arguments to inputs, checks them, and looks up or builds the graph for them.
 
         All that can refuse a batch does so here; nothing has changed then.
@@ -228,7 +223,7 @@ class TrainingLoop:
             backward: Whether a step computes gradients.
 
         Returns:
-            The plan that runs the step, and the batch.
+            The batch with the plan that runs it.
 
         Raises:
             ExportError: If the model can't be exported.
@@ -238,22 +233,20 @@ class TrainingLoop:
         """
         graphs = self.graphs
         batch = graphs.bind(args, kwargs, partly=not training and bool(fetches))
-        names = graphs.fetches(fetches)
-        if self._executor is not None and graphs.has_started:
-            plan = graphs.plan(self._executor, batch, training, names, backward)
+        request, executor = Request(batch, training, graphs.fetches(fetches), backward), self._executor
+        if executor is not None and graphs.has_started:
+            call = Call(executor, request, graphs.plan(executor, request))
         else:
-            plan = self.start(batch, training, names, backward)
+            call = self.start(request)
         if self.losses is not None and training and backward:
-            self.losses.check_fetched(names, plan.runner.step.loss)
-        if plan.indices and self._checks_indices:
-            self._check_indices(plan, batch)
-        if self._padding is not None and training and backward:
-            executor, padding = self._executor, self._padding
-            assert executor is not None
-            plan, passes = self._on_its_branch(lambda plan: padding.passes(executor, plan, batch), plan, batch)
-            if passes:
+            self.losses.check_fetched(call.request.fetched, call.plan.runner.step.loss)
+        if call.plan.indices and self._calls.checks_indices:
+            self._calls.check_indices(call)
+        if training and backward and self._padding is not None:
+            check = functools.partial(self._padding.passes, call.executor, batch=batch)
+            if self._calls.run(call, check):
                 self._padding = None
-        return plan, batch
+        return call
 
     def train(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
         """Binds arguments to inputs and runs a :meth:`step`.
@@ -279,16 +272,16 @@ class TrainingLoop:
             weight = 1.0
             if GRADIENT_WEIGHT in kwargs or self.window.reduction == "weighted":
                 weight, kwargs = self.take_weight(kwargs)
-            plan, batch = self.bind(args, kwargs, self.info.fetches)
+            call = self.bind(args, kwargs, self.info.fetches)
             if self.profiler is not None:
-                plan = self.profiler.plan(plan)
-            return self._step(transaction, plan, batch, weight)
+                call.plan = self.profiler.plan(call.plan)
+            return self._step(transaction, call, weight)
 
-    def step(self, plan: Plan, batch: Batch, weight: float = 1.0, rates: Sequence[float] | None = None) -> Outputs:
+    def step(self, call: Call, weight: float = 1.0, rates: Sequence[float] | None = None) -> Outputs:
         """Runs :meth:`backward` and, at the end of a window, :meth:`end_window`.
 
         Args:
-            plan, batch: From :meth:`bind`.
+            call: From :meth:`bind`.
             weight: The weight of the micro-batch in the window's mean.
             rates: Learning rates, one for all parameters or one per group and one for the others; None to take them
                 from the schedule or config.
@@ -297,19 +290,17 @@ class TrainingLoop:
             The outputs that the plan fetches.
         """
         with Transaction(self) as transaction:
-            return self._step(transaction, plan, batch, weight, rates)
+            return self._step(transaction, call, weight, rates)
 
     def _step(
         self,
         transaction: Transaction,
-        plan: Plan,
-        batch: Batch,
+        call: Call,
         weight: float,
         rates: Sequence[float] | None = None,
         updates: bool = True,
     ) -> Outputs:
-        executor, window, again, coming = self._executor, self.window, None, None
-        assert executor is not None
+        executor, window, coming = call.executor, self.window, None
         if updates and self.config.needs_closure:
             if window.size > 1:
                 raise RuntimeError(
@@ -317,8 +308,8 @@ class TrainingLoop:
                     "not kept: set gradient_accumulation_steps to 1, or write the loop with forward_backward() and "
                     "optimizer.step(closure)"
                 )
-            again = functools.partial(self._again, batch)
-        transaction.begin(executor, plan.runner.step)
+            transaction.again = functools.partial(self._again, call)
+        transaction.begin(executor, call.plan.runner.step)
         if updates:  # before the run, because both may raise
             if self.config.is_live:
                 self.config.check()
@@ -327,46 +318,40 @@ class TrainingLoop:
         if self.optimizer.shows_gradients:
             self._release_shown(executor)
         factor = window.factor(weight, scale)
-        check = self._check(plan, batch, factor) if self._verifier is not None or self.losses is not None else None
-        plan, outputs = self._on_its_branch(
-            lambda plan: executor.train(plan, batch, loss_scale=factor, check=check), plan, batch, transaction
-        )
-        if plan.runner.step.buffer_updates:
-            self.source.memory.publish(plan.runner.step.buffer_updates)
+        check = self._check(call, factor) if self._verifier is not None or self.losses is not None else None
+        train = functools.partial(executor.train, batch=call.request.batch, loss_scale=factor, check=check)
+        outputs, call.left = self._calls.run(call, train, transaction)
+        step = call.plan.runner.step
+        if step.buffer_updates:
+            self.source.memory.publish(step.buffer_updates)
         is_due = window.add(weight, scale)
         self.info.step += 1
         if self.strategy.world_size > 1:
             transaction.commit()  # no process can roll back alone
         if is_due and coming is not None:
-            self._end_window(coming, again, transaction)
+            self._end_window(executor, coming)
         if self.graphs.leaves:
-            self._leave(executor)
-        transaction.commit()
+            self.graphs.leave(call.plan.runner.whole, call.left)
         return outputs
-
-    def _leave(self, executor: Executor) -> None:
-        """Leaves outside what the last run has left there."""
-        if executor.left is not None:
-            self.graphs.leave(*executor.left)
-            executor.left = None
 
     def verify_next(self) -> None:
         """Has the next step compared with PyTorch, if ``debug.verify_every`` is "auto"."""
         if self._verifier is not None:
             self._verifier.expect()
 
-    def _check(self, plan: Plan, batch: Batch, scale: float) -> Check | None:
+    def _check(self, call: Call, scale: float) -> Check | None:
         """Returns what checks the results of a run before it takes effect; None for nothing.
 
         Args:
-            plan, batch: From :meth:`bind`.
+            call: From :meth:`bind`.
             scale: The factor on the loss in the backward pass.
         """
         losses = None if self.losses is None else self.losses.check
         if self._verifier is None:
             return losses
-        assert self._executor is not None
-        verify = self._verifier.begin(self._executor, batch, scale, self.info.step + 1, plan.runner.step)
+        verify = self._verifier.begin(
+            call.executor, call.request.batch, scale, self.info.step + 1, call.plan.runner.step
+        )
         if losses is None or verify is None:
             return verify or losses
 
@@ -376,123 +361,51 @@ class TrainingLoop:
 
         return both
 
-    def backward(self, plan: Plan, batch: Batch, weight: float = 1.0) -> Outputs:
+    def backward(self, call: Call, weight: float = 1.0) -> Outputs:
         """Runs the forward and backward pass, adds to the window's gradients and counts the micro-batch.
 
         Args:
-            plan, batch: From :meth:`bind`.
+            call: From :meth:`bind`.
             weight: The weight of the micro-batch in the window's mean.
 
         Returns:
             The outputs that the plan fetches.
         """
         with Transaction(self, joint=False) as transaction:
-            return self._step(transaction, plan, batch, weight, updates=False)
+            return self._step(transaction, call, weight, updates=False)
 
-    def _check_indices(self, plan: Plan, batch: Batch) -> None:
-        """Raises an IndexError if a value of the batch that the plan uses as an index is out of range."""
-        indices = plan.indices
-        if self.device.type != "cpu":  # to read values there would wait for the device, whose kernels check them
-            indices = tuple(entry for entry in indices if entry[0].input in batch.on_host)
-        check_indices(indices, batch.array, plan.sizes, batch.extremes)
-
-    def _on_its_branch(
-        self,
-        run: Callable[[Plan], Result],
-        plan: Plan,
-        batch: Batch,
-        transaction: Transaction | None = None,
-        training: bool = True,
-        backward: bool = True,
-    ) -> tuple[Plan, Result]:
-        """Runs a plan, or one for the same batch whose graph has the branches that the batch takes in the model.
-
-        Args:
-            run: Runs it; a :class:`ValueBranchError` of it has changed nothing.
-            plan, batch: From :meth:`bind`.
-            transaction: Has begun for the plan; None if there is none.
-            training: Whether in training mode.
-            backward: Whether a run in training mode computes gradients.
-
-        Returns:
-            The plan that ran, and what it returned.
-
-        Raises:
-            ValueBranchError: If there are too many such graphs, or the branches differ from those of PyTorch's run.
-            IndexError: If ONNX Runtime fails at an index out of range, which was not checked before.
-            Exception: What the model raises for this batch.
-        """
-        executor, is_new, refused = self._executor, False, []
-        assert executor is not None
-        while True:
-            try:
-                return plan, run(plan)
-            except ValueBranchError as error:
-                refused.append(plan.runner.whole)
-                if is_new and error.__cause__ is not None:  # PyTorch takes the branches of this graph
-                    raise error.__cause__ from None
-                if is_new or len(refused) == _MAXIMUM_BRANCHES:
-                    raise ValueBranchError(f"{error}\n{_why_no_other_graph(refused, is_new)}") from None
-            except VerificationError as error:
-                if self._verifier is None or not self._verifier.renews(error):
-                    raise
-            except RuntimeError as error:
-                if plan.runner.step.programs is None and not self._checks_indices:
-                    # ONNX Runtime names neither the input nor, for some operators, the value.
-                    try:
-                        self._check_indices(plan, batch)
-                    except IndexError as found:
-                        advice = "with debug.check_indices True, such a value is found before the run"
-                        raise IndexError(f"{found}. Nothing has changed; {advice}") from error
-                raise
-            if transaction is not None:
-                transaction.undo()
-            unfetched = {*plan.runner.step.assumptions, *plan.runner.step.left}
-            names = [output.name for output in plan.outputs if output.name not in unfetched]
-            count = len(executor.graphs(training))
-            plan = self.graphs.plan(executor, batch, training, names, backward, refused)
-            is_new = len(executor.graphs(training)) > count
-            if transaction is not None:
-                transaction.begin(executor, plan.runner.step)
-
-    def gradients_of(
-        self, plan: Plan, batch: Batch, check: Check | None = None, transaction: Transaction | None = None
+    def _gradients_of(
+        self, call: Call, check: Check | None = None, transaction: Transaction | None = None
     ) -> tuple[Outputs, dict[str, torch.Tensor]]:
         """Runs the forward and backward pass; changes only the random state and buffers.
 
         Args:
-            plan, batch: From :meth:`bind`.
+            call: The call.
             check: Called with the results before any change; may raise.
             transaction: In which they run, if there is one.
 
         Returns:
             The outputs that the plan fetches, and the gradients of the loss by parameter name, as new tensors.
         """
-        assert self._executor is not None
-        scale = self.precision.loss_scale
+        executor, scale = call.executor, self.precision.loss_scale
         if self.optimizer.shows_gradients:
-            self._release_shown(self._executor)
-        executor = self._executor
-        plan, (outputs, gradients) = self._on_its_branch(
-            lambda plan: executor.gradients_of(plan, batch, loss_scale=scale, check=check), plan, batch, transaction
-        )
+            self._release_shown(executor)
+        work = functools.partial(executor.gradients_of, batch=call.request.batch, loss_scale=scale, check=check)
+        (outputs, call.left), gradients = self._calls.run(call, work, transaction)
         if scale != 1.0 and gradients:
             torch._foreach_div_(list(gradients.values()), scale)
-        self.source.memory.publish(plan.runner.step.buffer_updates)
+        self.source.memory.publish(call.plan.runner.step.buffer_updates)
         return outputs, gradients
 
     def forward(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Outputs:
         """Runs the model in training mode; see ``ORTTrainer.forward``."""
         with Transaction(self, joint=False) as transaction:
-            plan, batch = self.bind(args, kwargs, self.info.fetches, backward=False)
-            executor = self._executor
-            assert executor is not None
-            transaction.begin(executor, plan.runner.step)
-            plan, outputs = self._on_its_branch(
-                lambda plan: executor.forward(plan, batch), plan, batch, transaction, backward=False
-            )
-            self.source.memory.publish(plan.runner.step.buffer_updates)
-            self._leave(executor)
+            call = self.bind(args, kwargs, self.info.fetches, backward=False)
+            transaction.begin(call.executor, call.plan.runner.step)
+            work = functools.partial(call.executor.forward, batch=call.request.batch)
+            outputs, call.left = self._calls.run(call, work, transaction)
+            self.source.memory.publish(call.plan.runner.step.buffer_updates)
+            self.graphs.leave(call.plan.runner.whole, call.left)
             transaction.commit()
             return outputs
 
@@ -507,13 +420,12 @@ class TrainingLoop:
                 )
             self._check_not_joining("forward_backward")
             self.source.memory.add_gradients({})  # raises early if the model can't hold gradients
-            plan, batch = self.bind(args, kwargs, self.info.fetches)
-            executor, strategy = self._executor, self.strategy
-            assert executor is not None
-            transaction.begin(executor, plan.runner.step)
-            check = self._check(plan, batch, self.precision.loss_scale)
-            outputs, gradients = self.gradients_of(plan, batch, check, transaction)
-            self._leave(executor)
+            call = self.bind(args, kwargs, self.info.fetches)
+            executor, strategy = call.executor, self.strategy
+            transaction.begin(executor, call.plan.runner.step)
+            check = self._check(call, self.precision.loss_scale)
+            outputs, gradients = self._gradients_of(call, check, transaction)
+            self.graphs.leave(call.plan.runner.whole, call.left)
             transaction.commit()
             if strategy.world_size > 1:
                 meeting = strategy.meet(Arrival("pass", Share(1.0), (), gradients, executor.changed_buffers))
@@ -546,9 +458,9 @@ class TrainingLoop:
                 return False
             self.config.check()
             rates = self.rates.upcoming(self.info, self.info.step)
-            self.started()
+            executor = self.started()
             meeting = self.strategy.meet(Arrival("step", Share(float(bool(gradients))), rates, gradients))
-            return meeting.weight > 0 and self._update(meeting, self.optimizer.parts.of(gradients))
+            return meeting.weight > 0 and self._update(executor, meeting, self.optimizer.parts.of(gradients))
 
     def end_window(self, rates: Sequence[float] | None = None) -> bool:
         """Updates the weights with the gradients of the window so far, complete or not, and ends the window.
@@ -564,15 +476,15 @@ class TrainingLoop:
         """
         if self.strategy.world_size == 1 and (self._executor is None or not self.window.micro_batches):
             raise RuntimeError("there are no gradients to update the weights with: run a backward pass first")
-        self.started()  # takes tensors that the user has replaced since the backward pass
+        executor = self.started()  # takes tensors that the user has replaced since the backward pass
         self.config.check()
         rates = self.rates.upcoming(self.info, self.info.step) if rates is None else rates
-        return self._end_window(rates)
+        return self._end_window(executor, rates)
 
     def follow_update(self, meeting: Meeting) -> None:
         """Takes part in an update of the other processes, with the rest of a window or nothing."""
         self.rates.upcoming(self.info, self.info.step)  # advances the schedule
-        self._end_window(meeting=meeting)
+        self._end_window(self._executor or self.started(), meeting=meeting)
 
     def meet(self, kind: str, rates: Sequence[float] = ()) -> Meeting:
         """Meets the other processes with the window's share, and sets ``step`` to the highest of all processes.
@@ -582,25 +494,18 @@ class TrainingLoop:
             rates: The learning rates.
         """
         executor, window, info = self._executor or self.started(), self.window, self.info
-        gradients = executor.present_gradients()
+        gradients = executor.gradients.present()
         share = window.share() if window.micro_batches else Share(0.0, scale=self.precision.loss_scale)
         meeting = self.strategy.meet(Arrival(kind, share, rates, gradients, executor.changed_buffers, info.step))
         info.step = meeting.step
         return meeting
 
-    def _end_window(
-        self,
-        rates: Sequence[float] = (),
-        again: Again | None = None,
-        transaction: Transaction | None = None,
-        meeting: Meeting | None = None,
-    ) -> bool:
+    def _end_window(self, executor: Executor, rates: Sequence[float] = (), meeting: Meeting | None = None) -> bool:
         """Reduces the gradients of the window over the processes, and updates the weights.
 
         Args:
+            executor: Has the gradients.
             rates: As for :meth:`step`.
-            again: Recomputes the loss and gradients.
-            transaction: The step's, which is committed when the weights have changed.
             meeting: Where the processes have agreed on the update; None to meet them.
 
         Returns:
@@ -614,34 +519,26 @@ class TrainingLoop:
         gradients, share = strategy.reduce(meeting)
         divisor = self.window.divisor_of(share)
         if gradients is not meeting.own.gradients:
-            assert self._executor is not None
             # With ZeRO no process has the complete sums, so there are no used gradients to show.
-            self._executor.hold_gradients({} if strategy.zero_stage else gradients)
-        return self._update(meeting, gradients, divisor, True, again, transaction)
+            executor.gradients.hold({} if strategy.zero_stage else gradients)
+        return self._update(executor, meeting, gradients, divisor, of_window=True)
 
     def _update(
-        self,
-        meeting: Meeting,
-        gradients: Named,
-        divisor: float = 1.0,
-        of_window: bool = False,
-        again: Again | None = None,
-        transaction: Transaction | None = None,
+        self, executor: Executor, meeting: Meeting, gradients: Named, divisor: float = 1.0, of_window: bool = False
     ) -> bool:
-        """Updates the weights, counts the update and begins a new window.
+        """Updates the weights, counts the update and begins a new window; then the transaction is committed.
 
         Args:
+            executor: Has the parameters.
             meeting: What the processes agreed on.
             gradients: The gradients by parameter name; they are divided and clipped in place.
             divisor: Their divisor.
             of_window: Whether they are those of a window, and not the user's in ``p.grad``.
-            again, transaction: As for :meth:`_end_window`.
 
         Returns:
             As :meth:`end_window`.
         """
-        executor, optimizer, info, strategy = self._executor, self.optimizer, self.info, self.strategy
-        assert executor is not None
+        optimizer, info, strategy, transaction = self.optimizer, self.info, self.strategy, self.transaction
         rates = list(map(float, meeting.rates))
         if self.config.is_live:
             self.config.set_rates(meeting.rates)
@@ -656,12 +553,12 @@ class TrainingLoop:
                 learning_rates=rates,
                 divisor=divisor,
                 check_finite=checks_finite,
-                again=again,
+                again=None if transaction is None else transaction.again,
                 number=info.optimization_step,
             )
         finally:  # the gradients were divided in place, even if the update failed
             self.window.reset()
-            executor.lazy_reset_grad(of_window)
+            executor.gradients.reset(of_window)
         if strategy.world_size > 1:
             updated = {name: executor.parameters[name] for name in gradients} if info.all_finite else {}
             strategy.spread(meeting, updated, executor.buffers)
@@ -688,7 +585,7 @@ class TrainingLoop:
         """Ends the window without an update."""
         self.window.reset()
         if self._executor is not None:
-            self._executor.lazy_reset_grad()
+            self._executor.gradients.reset()
 
     def lazy_reset_grad(self) -> None:
         """Drops all gradients that an update would use; see ``ORTTrainer.lazy_reset_grad``."""
@@ -711,11 +608,8 @@ class TrainingLoop:
         """
         self.verify_next()
         with Transaction(self, joint=False):
-            plan, batch = self.bind(args, kwargs, fetches, training=False)
-            executor = self._executor
-            assert executor is not None
-            run = functools.partial(executor.evaluate, batch=batch)
-            return self._on_its_branch(run, plan, batch, training=False)[1]
+            call = self.bind(args, kwargs, fetches, training=False)
+            return self._calls.run(call, functools.partial(call.executor.evaluate, batch=call.request.batch))
 
     def begin_profile(self, steps: int, trace: str | os.PathLike[str] | None) -> Profile:
         """Measures the next calls of :meth:`train`; see ``ORTTrainer.profile``.
@@ -787,34 +681,39 @@ class TrainingLoop:
         )
         return executor
 
-    def _again(self, batch: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Returns the loss and gradients of a batch with the current weights."""
-        assert self._executor is not None
-        plan = self.graphs.plan(self._executor, batch, True, [self.graphs.description.loss.name])
-        (loss,), gradients = self.gradients_of(plan, batch)
+    def _again(self, call: Call) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Runs a call again; returns the loss and gradients of its batch with the current weights."""
+        request = Request(call.request.batch, True, [self.graphs.description.loss.name])
+        again = Call(call.executor, request, self.graphs.plan(call.executor, request))
+        (loss,), gradients = self._gradients_of(again)
+        call.plan, call.left = again.plan, again.left  # what the last run leaves outside is what the step leaves
         return loss, gradients
 
-    def start(self, batch: Batch, training: bool, names: Sequence[str], backward: bool = True) -> Plan:
-        """Makes the executor and the first graph; stores them last, so that a failure leaves the loop unchanged."""
-        if self._executor is not None and self.graphs.has_started:
-            return self.graphs.plan(self._executor, batch, training, names, backward)
-        missing = [name for name in self.graphs.description.input_names if name not in batch]
+    def start(self, request: Request) -> Call:
+        """Returns the call of a batch; before the first, makes the executor and the first graph.
+
+        They are stored last, so that a failure leaves the loop unchanged.
+        """
+        executor, graphs, batch = self._executor, self.graphs, request.batch
+        if executor is not None and graphs.has_started:
+            return Call(executor, request, graphs.plan(executor, request))
+        missing = [name for name in graphs.description.input_names if name not in batch]
         if missing:
             raise TypeError(f"inputs {missing} are missing: the first step needs all inputs to export the model")
-        executor = self._executor or self._make_executor()
+        executor = executor or self._make_executor()
         if self.options.debug.check_model_export and not self.source.fixed:
-            self.graphs.check_export(executor, batch)
-        plan = self.graphs.plan(executor, batch, training, names, backward)
+            graphs.check_export(executor, batch)
+        call = Call(executor, request, graphs.plan(executor, request))
         with uninterrupted():
             self._executor = executor
-            self.graphs.started(executor, batch)
+            graphs.started(executor, batch)
             dtypes = {name: str(value.dtype) for name, value in batch.items()}
-            self.strategy.started(dtypes, self.source.compared)
-        return plan
+            self.strategy.started(dtypes, lambda: self.source.guard.compared)
+        return call
 
     def _release_shown(self, executor: Executor) -> None:
         """Removes the gradients that the last update used from ``p.grad``, if a new window begins."""
-        used = executor.used_gradients()
+        used = executor.gradients.used()
         if used:
             self.optimizer.forget(used)
 
@@ -827,38 +726,12 @@ class TrainingLoop:
         is_asked = any(self.options.debug.graph_save_paths.to_dict().values())
         if is_asked and step.training and len(executor.graphs(True)) == 1 and not self.strategy.world_rank:
             # The same on all ranks. A graph of PyTorch's operators trains on; the files show it in ONNX.
-            step = step if step.programs is None else self.graphs.portable(executor, training=True, batch=batch)
+            step = step if step.in_onnx else self.graphs.portable(executor, training=True, batch=batch)
             accumulate, check_finite = self.window.size > 1, self.precision.checks_finite
             save_graphs(self.options, step, executor, self.optimizer, self.config, accumulate, check_finite)
 
 
 def _norm_of_used(executor: Executor) -> torch.Tensor | None:
     """Returns the global norm of the gradients that the last update used; None if they are gone."""
-    used = executor.used_gradients()
+    used = executor.gradients.used()
     return global_norm(used.values()) if used else None
-
-
-def _why_no_other_graph(refused: Sequence[Step], is_new: bool) -> str:
-    """Returns why a batch gets no graph with its branches, and what to do.
-
-    Args:
-        refused: The graphs whose branches it does not take.
-        is_new: Whether the last one was exported for this batch.
-    """
-    if is_new:
-        return (
-            "The graph was exported for this batch, for which PyTorch takes that branch, so the condition depends on "
-            "random numbers, such as those of dropout, or on rounding: compute both branches, and choose with "
-            "torch.where"
-        )
-    lines = dict.fromkeys(line for step in refused for _, line in step.assumptions.values())
-    shown = "\n  ".join(list(lines)[:_SHOWN_CONDITIONS])
-    more = f"\n  and {len(lines) - _SHOWN_CONDITIONS} more" if len(lines) > _SHOWN_CONDITIONS else ""
-    return (
-        f"There are {len(refused)} graphs already for batches of these sizes, at most one for each of "
-        f"{_MAXIMUM_BRANCHES} combinations of branches. These conditions differ from batch to batch, or may:\n"
-        f"  {shown}{more}\n"
-        "Compute both branches and choose with torch.where; as a size, take x.item() instead of int(x); decide before "
-        "the step, and pass the result as an input; or train with ORTModule, which runs such batches in PyTorch "
-        f"({page('models.md#branches-on-values')})"
-    )

@@ -140,9 +140,10 @@ def load(
         rates.load_state_dict(objects.get("lr_scheduler"), strict)
         undo.callback(rates.load_state_dict, previous_rates, strict=True)
         if restored.outside:
-            carried = loop.source.carried()
-            loop.source.load_carried({name: _unstored(name, entry) for name, entry in restored.outside.items()})
-            undo.callback(loop.source.load_carried, carried)
+            carried = loop.source.guard.carried
+            before = carried.collect()
+            carried.load({name: _unstored(name, entry) for name, entry in restored.outside.items()})
+            undo.callback(carried.load, before)
         if "torch_optimizer" in objects and isinstance(config, TorchOptimizerConfig):
             config.load_state_dict(objects["torch_optimizer"])
         undo.pop_all()
@@ -228,7 +229,7 @@ def gather(loop: TrainingLoop, meeting: Meeting, keep: bool = True) -> State:
         buffers=_arrays({name: value for name, value in executor.buffers.items() if name not in floats}),
         names={name: contents.canonical[name] for name in contents.tensors},
         transient={name: contents.canonical[name] for name in contents.non_persistent},
-        outside={name: _stored(entry) for name, entry in loop.source.carried().items()},
+        outside={name: _stored(entry) for name, entry in loop.source.guard.carried.collect().items()},
         optimizer=optimizer,
         step=info.step,
         optimization_step=info.optimization_step,
@@ -350,7 +351,7 @@ def _restore(loop: TrainingLoop, state: State) -> None:
     executor, info = loop.started(), loop.info
     optimizer, tensors = loop.optimizer, {**executor.parameters, **executor.buffers}
     if state.window is not None:  # first, as gradients may need memory
-        executor.restore_gradients({name: torch.from_numpy(value) for name, value in state.gradients.items()})
+        executor.gradients.restore({name: torch.from_numpy(value) for name, value in state.gradients.items()})
     for values in (state.parameters, state.buffers):
         for name in list(values):
             tensors[name].copy_(torch.from_numpy(values.pop(name)))

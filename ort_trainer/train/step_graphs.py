@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 import math
@@ -16,11 +17,12 @@ import torch
 from ..capture.eager import EagerStep
 from ..capture.nested import Layout, argument_of, constants_of, flatten, has_tensors
 from ..core.errors import shown
-from ..engine import Executor, Plan
+from ..engine import Executor, Plan, Request
 from ..engine.memory import return_freed_memory
 from ..engine.ort import require_engine, require_onnx
+from ..export.builder import GraphBuilder
 from ..export.compile_later import Compilation, Compilations
-from ..export.model_source import Builder, ModelSource
+from ..export.model import ModelSource
 from ..options import ModelDescription
 from ..step import RandomInput, Step
 from .batch import Batch, InputTypeError, check_batch, read_batch, to_tensor, unpack
@@ -196,39 +198,27 @@ class StepGraphs:
         if changed:
             self._rebind(executor, changed)
 
-    def plan(
-        self,
-        executor: Executor,
-        batch: Batch,
-        training: bool,
-        names: Sequence[str],
-        backward: bool = True,
-        refused: Sequence[Step] = (),
-    ) -> Plan:
-        """Returns the executor's plan for a batch; builds a graph if none accepts the batch's sizes and branches.
+    def plan(self, executor: Executor, request: Request) -> Plan:
+        """Returns the executor's plan for a run; builds a graph if none accepts the batch's sizes and branches.
 
         Args:
             executor: Has the graphs.
-            batch: The batch.
-            training: Whether in training mode.
-            names: Outputs to return.
-            backward: Whether a run in training mode computes gradients.
-            refused: Graphs whose branches the batch does not take.
+            request: What to run, on a :class:`Batch`.
 
         Raises:
             RuntimeError: If there are too many graphs already, or the model has changed incompatibly.
             ExportError: If the model can't be exported.
             TypeError: If an input that the outputs need was left out.
         """
-        self._guard(executor, batch, training)
+        self._guard(executor, request)
         if self._compilations.running:
             self._compilations.take()
-        plan = executor.plan(training, batch, names, backward, refused)
+        plan = executor.plan(request)
         while plan is None:
-            self._add_graph(executor, batch, training, names, branching=bool(refused))
-            if self._source.put_carried():  # a checkpoint's values, for places that only this export has shown
-                self._guard(executor, batch, training)
-            plan = executor.plan(training, batch, names, backward, refused)
+            self._add_graph(executor, request)
+            if self._source.guard.carried.put():  # a checkpoint's values, for places that only this export has shown
+                self._guard(executor, request)
+            plan = executor.plan(request)
         return plan
 
     def portable(self, executor: Executor, training: bool, batch: Batch | None = None) -> Step:
@@ -246,13 +236,13 @@ class StepGraphs:
         """
         require_engine()
         require_onnx()
-        batch = self.blank_batch() if batch is None else batch
-        self._guard(executor, batch, training)
-        plan = executor.plan(training, batch, self._output_names)
+        request = Request(self.blank_batch() if batch is None else batch, training, self._output_names)
+        self._guard(executor, request)
+        plan = executor.plan(request)
         tensors = {**self._source.parameters, **self._source.buffers}
         if plan is not None and plan.runner.step.is_standard and plan.runner.step.state.keys() <= tensors.keys():
             return plan.runner.step
-        return self._build(batch, training, portable=True)
+        return self._build(request, portable=True)
 
     def leave(self, step: Step, tensors: Sequence[torch.Tensor]) -> None:
         """Writes what a run of a graph leaves outside tensors.
@@ -263,7 +253,7 @@ class StepGraphs:
         """
         notes = self.leaves.get(id(step))
         if notes is not None:
-            self._source.leave(notes, tensors)
+            self._source.guard.leave(notes, tensors)
 
     def numbers_left(self, step: Step) -> set[int]:
         """Returns which of the tensors that a graph leaves are numbers that it has computed."""
@@ -276,7 +266,7 @@ class StepGraphs:
         Raises:
             ExportError: If the model can't be exported.
         """
-        return self._builder(batch).build(batch.as_given(), True, self._output_names[:1], padded=True)
+        return self._builder(batch).build(Request(batch.as_given(), True, self._output_names[:1], padded=True))
 
     def eager(
         self,
@@ -302,7 +292,7 @@ class StepGraphs:
         Raises:
             RuntimeError: If their outputs differ.
         """
-        plan = self.plan(executor, batch, False, self._output_names)
+        plan = self.plan(executor, Request(batch, False, self._output_names))
         outputs = executor.evaluate(plan, batch)
         tensors = {**executor.parameters, **executor.buffers}
         reference, epsilon = self._builder(batch).reference(batch, tensors)
@@ -348,9 +338,10 @@ class StepGraphs:
         )
         _log.info("derived from the first batch: %s", self._description)
 
-    def _guard(self, executor: Executor, batch: Batch, training: bool) -> None:
+    def _guard(self, executor: Executor, request: Request) -> None:
         """Makes the executor use the graphs and tensors of the model as it is now."""
-        variant, changed = self._source.check(training)
+        batch, training = request.batch, request.training
+        variant, changed = self._source.guard.check(training)
         executor.variants[training] = (
             (variant, self._renewals),
             batch.layouts,
@@ -365,7 +356,7 @@ class StepGraphs:
         executor.rebind(changed)
         self._rebound(changed)
 
-    def _builder(self, batch: Batch, portable: bool = False) -> Builder:
+    def _builder(self, batch: Batch, portable: bool = False) -> GraphBuilder:
         """Returns a builder of graphs for arguments like a batch's, with the current loss parameters."""
         description = self.description
         if self._parameters:
@@ -427,10 +418,10 @@ class StepGraphs:
         if narrower is not None:
             self._set_description(narrower)
 
-    def _add_graph(
-        self, executor: Executor, batch: Batch, training: bool, names: Sequence[str], branching: bool
-    ) -> None:
-        """Exports the model for a batch and adds the graph to the executor; see :meth:`plan` for the arguments."""
+    def _add_graph(self, executor: Executor, request: Request) -> None:
+        """Exports the model for a run and adds the graph to the executor."""
+        batch: Batch = request.batch
+        training = request.training
         sizes = self.description.sizes({name: tuple(value.shape) for name, value in batch.items()})
         graphs = executor.graphs(training)
         if graphs:
@@ -456,11 +447,12 @@ class StepGraphs:
                     shape = [sizes[size] if isinstance(size, str) else size for size in entry.shape]
                     blank = torch.zeros(shape, dtype=self._sample[entry.name][1])
                     batch = batch.with_tensors({**batch, entry.name: blank})
-        step = self._build(batch, training, names, branching=branching)
-        notes = self._source.notes
+        request = request._replace(batch=batch)
+        step = self._build(request)
+        notes = self._source.guard.notes
         if training and notes is not None:
             self.leaves[id(step)] = notes
-        self._guard(executor, batch, training)  # again: the export has shown which tensors from outside the graph takes
+        self._guard(executor, request)  # again: the export has shown which tensors from outside the graph takes
         try:
             executor.add_graph(step)
         except RuntimeError:
@@ -470,7 +462,8 @@ class StepGraphs:
         return_freed_memory()
         self._built(executor, step, batch)
         if training:
-            begin = functools.partial(self._builder(batch).compile_later, batch.as_given(), names, step)
+            given = request._replace(batch=batch.as_given())
+            begin = functools.partial(self._builder(batch).compile_later, given, step)
             self._compilations.begin(begin, functools.partial(self._add_rival, executor))
 
     def _add_rival(self, executor: Executor, compilation: Compilation, rival: Step, _: Sequence[Step]) -> None:
@@ -487,26 +480,21 @@ class StepGraphs:
         if graphs:
             return next(graphs[-1].objections(shapes), "the batch takes other branches of the model")
         constants = {key: value for name, layout in batch.layouts for key, value in constants_of(layout, name).items()}
-        if self._source.last_change:
-            return f"the model has changed: {self._source.last_change}"
+        if change := self._source.guard.last_change:
+            return f"the model has changed: {change}"
         return f"an input that is a constant has changed: {constants}" if constants else "the loss function has changed"
 
-    def _build(
-        self,
-        batch: Batch,
-        training: bool,
-        names: Sequence[str] | None = None,
-        portable: bool = False,
-        branching: bool = False,
-    ) -> Step:
+    def _build(self, request: Request, portable: bool = False) -> Step:
         """Exports the model; if that fails, the description is what it was before it was widened for this batch."""
+        batch: Batch = request.batch
         try:
             self._check_sizes(batch)
             # Masks are drawn in the order of the input in memory, so only training depends on it.
-            sample = batch.as_given() if training else batch
-            step = self._builder(batch, portable).build(
-                sample, training, names, branching=branching, anew=bool(self._renewals)
-            )
+            sample = batch.as_given() if request.training else batch
+            builder = self._builder(batch, portable)
+            if self._renewals:
+                builder = dataclasses.replace(builder, cached=False)
+            step = builder.build(request._replace(batch=sample))
         except BaseException:
             self._narrow()
             raise

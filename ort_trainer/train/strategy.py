@@ -313,7 +313,7 @@ class Strategy:
 
         Args:
             dtypes: Dtypes of the first batch by input name.
-            compared: Returns what the first training graph computes, as ``ModelSource.compared`` does.
+            compared: Returns what the first training graph computes, as ``Guard.compared`` does.
         """
 
     def meet(self, arrival: Arrival) -> Meeting:

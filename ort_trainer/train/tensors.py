@@ -31,9 +31,9 @@ def get_gradient(loop: TrainingLoop, name: str) -> torch.Tensor | None:
     """Returns a copy of a gradient accumulated in the window so far; see ``ORTTrainer.get_gradient``."""
     canonical, executor = _canonical(loop, name), loop.started()
     if loop.window.micro_batches:
-        gradient = executor.present_gradients().get(canonical)
+        gradient = executor.gradients.present().get(canonical)
         return None if gradient is None else gradient.cpu() / loop.window.divisor
-    used = executor.used_gradients().get(canonical)
+    used = executor.gradients.used().get(canonical)
     return None if used is None else used.cpu().clone()
 
 
@@ -49,7 +49,7 @@ def set_gradient(loop: TrainingLoop, name: str, value: Any) -> None:
             "micro-batch and before the update"
         )
     checked = _fitting(executor.parameters[canonical], name, value)
-    executor.restore_gradients({**executor.present_gradients(), canonical: checked * loop.window.divisor})
+    executor.gradients.restore({**executor.gradients.present(), canonical: checked * loop.window.divisor})
 
 
 def _canonical(loop: TrainingLoop, name: str) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..core.optimizer_keys import CONFIGS
-from ..export.model_source import ModelSource
+from ..export.model import ModelSource
 from ..optim import OptimizerConfig
 from ..options import ORTTrainerOptions
 from .step_graphs import StepGraphs

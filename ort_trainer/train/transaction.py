@@ -12,8 +12,9 @@ import torch
 from ..core.interrupts import uninterrupted
 from ..core.threads import OneThread
 from ..engine import Executor
-from ..export.model_source import ModelSource
+from ..export.model import ModelSource
 from ..optim.step_info import TrainStepInfo
+from ..optim.update import Again
 from ..step import Step
 from .strategy import Strategy
 
@@ -27,6 +28,7 @@ class _Loop(Protocol):
     source: ModelSource
     strategy: Strategy
     one_thread: OneThread
+    transaction: Transaction | None
 
 
 class Transaction(uninterrupted):
@@ -47,6 +49,9 @@ class Transaction(uninterrupted):
     Args:
         loop: Runs the step.
         joint: Whether other processes wait for the step, and must hear of its error.
+
+    Attributes:
+        again: Runs the step's batch again with the current weights, for an optimizer with a closure; else None.
     """
 
     def __init__(self, loop: _Loop, joint: bool = True) -> None:
@@ -54,9 +59,11 @@ class Transaction(uninterrupted):
         self._before: tuple[Any, ...] | None = None
         self._outside: torch.inference_mode | None = None
         self._handlers = {}
+        self.again: Again | None = None
 
     def __enter__(self) -> Transaction:
         self._is_outermost = self._loop.one_thread.enter()
+        self._around, self._loop.transaction = self._loop.transaction, self
         if torch.is_inference_mode_enabled():
             self._outside = torch.inference_mode(False)
             self._outside.__enter__()
@@ -102,6 +109,7 @@ class Transaction(uninterrupted):
                 self._loop.strategy.failed(value)
             if self._outside is not None:
                 self._outside.__exit__(kind, value, tb)
+            self._loop.transaction = self._around
             if self._is_outermost:
                 self._loop.one_thread.leave()
 

@@ -60,8 +60,7 @@ class TwoStepSession:
         """
         loop = self._loop
         weight, _ = loop.take_weight({} if gradient_weight is None else {GRADIENT_WEIGHT: gradient_weight})
-        plan, batch = loop.bind((self._named(inputs),), {}, _checked_names(names))
-        return loop.backward(plan, batch, weight)
+        return loop.backward(loop.bind((self._named(inputs),), {}, _checked_names(names)), weight)
 
     def eval_step(self, inputs: Sequence[Any], *, names: Sequence[str] | None = None) -> list[torch.Tensor]:
         """Runs the forward pass in evaluation mode; changes nothing.
@@ -140,14 +139,14 @@ class TwoStepSession:
     @property
     def gradients(self) -> Mapping[str, torch.Tensor]:
         """The memory of the gradients by parameter name; :meth:`present_gradients` returns the valid ones."""
-        return self._executor.gradients
+        return self._executor.gradients.tensors
 
     def present_gradients(self) -> dict[str, torch.Tensor]:
         """Returns the gradient sums of the window so far; empty right after an update.
 
         With a loss scaler they are multiplied by the scale, and those of a mean are divided by the window's size.
         """
-        return self._executor.present_gradients()
+        return self._executor.gradients.present()
 
     @property
     def generator(self) -> torch.Generator:

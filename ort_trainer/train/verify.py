@@ -12,7 +12,7 @@ from ..capture.borrow import BORROWED
 from ..capture.differences import WHY_DIFFERENT, gradient_floor, not_run, report
 from ..capture.eager import EagerStep, gradient_of
 from ..capture.verification import Verification, repeating, spare_memory
-from ..core.errors import VerificationError, warn
+from ..core.errors import VerificationError
 from ..engine import Check, Executor
 from ..step import Step
 from .batch import Batch
@@ -43,12 +43,7 @@ class StepVerifier:
 
     def renews(self, error: VerificationError) -> bool:
         """Returns whether graphs are made anew after a first difference, which this says in a warning."""
-        if not self._turns.is_automatic or self._turns.has_renewed:
-            return False
-        self._turns.has_renewed = True
-        warn(f"{error}\nThe graphs are made anew, once. If that helps, something has changed that is not watched")
-        self._graphs.renew()
-        return True
+        return self._turns.renews(error, self._graphs.renew)
 
     def begin(self, executor: Executor, batch: Batch, scale: float, number: int, step: Step) -> Check | None:
         """Prepares to compare a step; called before its graph runs.

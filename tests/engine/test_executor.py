@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from ort_trainer import optim
 from ort_trainer.capture.step_module import ExportedStep
-from ort_trainer.engine import Executor
+from ort_trainer.engine import Executor, Request
 from ort_trainer.export.builder import GraphBuilder
 from ort_trainer.optim.update import OptimizerUpdate
 from ort_trainer.options.model_desc import ModelDescription
@@ -27,7 +27,7 @@ X, Y = mlp_batches(1)[0]
 def graphs() -> dict[bool, Step]:
     model = MLP()
     step = ExportedStep(model, ModelDescription(MLP_DESC), F.cross_entropy, frozenset(dict(model.named_parameters())))
-    return {training: GraphBuilder(step).build({"x": X, "label": Y}, training) for training in (True, False)}
+    return {training: GraphBuilder(step).build(Request({"x": X, "label": Y}, training)) for training in (True, False)}
 
 
 @pytest.fixture
@@ -48,13 +48,13 @@ def train(
     executor: Executor, x: torch.Tensor = X, names: Sequence[str] = ("loss", "logits"), loss_scale: float = 1.0
 ) -> list[torch.Tensor]:
     batch = {"x": x, "label": Y}
-    plan = executor.plan(True, batch, names)
+    plan = executor.plan(Request(batch, True, names))
     assert plan is not None
-    return executor.train(plan, batch, loss_scale=loss_scale)
+    return executor.train(plan, batch, loss_scale=loss_scale).outputs
 
 
 def evaluate(executor: Executor, batch: dict[str, torch.Tensor], names: Sequence[str]) -> list[torch.Tensor]:
-    plan = executor.plan(False, batch, names)
+    plan = executor.plan(Request(batch, False, names))
     assert plan is not None
     return executor.evaluate(plan, batch)
 
@@ -66,20 +66,20 @@ def gradients(model: MLP) -> dict[str, torch.Tensor]:
 
 
 def check(executor: Executor, expected: dict[str, torch.Tensor], factor: float) -> None:
-    assert executor.present_gradients().keys() == expected.keys()
+    assert executor.gradients.present().keys() == expected.keys()
     for name, value in expected.items():
-        torch.testing.assert_close(executor.present_gradients()[name], factor * value, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(executor.gradients.present()[name], factor * value, rtol=1e-5, atol=1e-6)
 
 
 def test_gradients_add_up_until_a_lazy_reset(executor: Executor, model: MLP) -> None:
     expected = gradients(model)
-    assert executor.present_gradients() == {}
+    assert executor.gradients.present() == {}
     for count in (1, 2, 3):
         loss, logits = train(executor)
         check(executor, expected, count)
     torch.testing.assert_close(logits, model(X).detach())
-    executor.lazy_reset_grad()
-    assert executor.present_gradients() == {}
+    executor.gradients.reset()
+    assert executor.gradients.present() == {}
     train(executor, loss_scale=8.0)
     check(executor, expected, 8.0)
     assert train(executor, loss_scale=8.0)[0].item() == pytest.approx(loss.item())
@@ -90,11 +90,11 @@ def test_an_update_of_the_executors_parameters(executor: Executor, model: MLP) -
     expected = gradients(model)
     pointers = {name: value.data_ptr() for name, value in executor.parameters.items()}
     train(executor)
-    assert update.step(executor.present_gradients(), [0.25]) is True
+    assert update.step(executor.gradients.present(), [0.25]) is True
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(executor.parameters[name], parameter.detach() - 0.25 * expected[name])
     assert {name: value.data_ptr() for name, value in executor.parameters.items()} == pointers
-    executor.lazy_reset_grad()
+    executor.gradients.reset()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(executor.parameters[name])
@@ -106,14 +106,14 @@ def test_an_update_of_the_executors_parameters(executor: Executor, model: MLP) -
 def test_memory_is_shared_not_copied(executor: Executor) -> None:
     """A weight that changes outside ONNX Runtime affects its next result; gradients never move."""
     train(executor)
-    pointers = {name: value.data_ptr() for name, value in executor.gradients.items()}
+    pointers = {name: value.data_ptr() for name, value in executor.gradients.tensors.items()}
     executor.parameters["fc2.weight"].zero_()
     executor.parameters["fc2.bias"].zero_()
     for number in range(3):
         loss, logits = train(executor)
         assert torch.equal(logits, torch.zeros(5, 3)), number
         assert loss.item() == pytest.approx(torch.tensor(3.0).log().item())
-    assert {name: value.data_ptr() for name, value in executor.gradients.items()} == pointers
+    assert {name: value.data_ptr() for name, value in executor.gradients.tensors.items()} == pointers
 
 
 def test_outputs_are_new_and_can_be_chosen(executor: Executor) -> None:
@@ -128,7 +128,7 @@ def test_outputs_are_new_and_can_be_chosen(executor: Executor) -> None:
 
 def test_an_executor_without_a_graph(model: MLP) -> None:
     executor = Executor({}, {})
-    assert executor.plan(True, {"x": X, "label": Y}, ["loss"]) is None
+    assert executor.plan(Request({"x": X, "label": Y}, True, ["loss"])) is None
     with pytest.raises(RuntimeError, match="there is no training graph yet"):
         _ = executor.inference_session
 
@@ -172,13 +172,13 @@ def test_gradients_have_memory_before_any_is_restored(model: MLP, monkeypatch: p
     executor = Executor({name: value.detach() for name, value in model.named_parameters()}, {})  # has no memory yet
     gradients = {name: torch.ones_like(value) for name, value in executor.parameters.items()}
     first, *_, last = gradients
-    executor.restore_gradients({first: gradients[first]})
+    executor.gradients.restore({first: gradients[first]})
 
     def no_memory(like: torch.Tensor) -> torch.Tensor:
         raise torch.OutOfMemoryError
 
     monkeypatch.setattr(torch, "zeros_like", no_memory)
     with pytest.raises(torch.OutOfMemoryError):
-        executor.restore_gradients({first: 2 * gradients[first], last: gradients[last]})
-    (found,) = executor.present_gradients().values()
+        executor.gradients.restore({first: 2 * gradients[first], last: gradients[last]})
+    (found,) = executor.gradients.present().values()
     assert torch.equal(found, gradients[first])

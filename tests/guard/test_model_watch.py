@@ -421,7 +421,7 @@ def test_what_all_layers_share_is_compared_once_and_imports_do_not_matter(monkey
     batch = torch.randn(4, 8), torch.randint(0, 3, (4,))
     trainer.train_step(*batch)
     compared: list[int] = []
-    unchanged = trainer.loop.source._guard._reads._unchanged  # type: ignore[attr-defined]
+    unchanged = trainer.loop.source.guard._reads._unchanged
     same_parts = unchanged.__globals__["has_same_parts"]
     monkeypatch.setitem(
         unchanged.__globals__, "has_same_parts", lambda now, then: compared.append(len(now)) or same_parts(now, then)

@@ -13,8 +13,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ort_trainer import ORTModule
-from ort_trainer.engine.programs.runner import PartialRun
 from ort_trainer.kernels.programs import partition
+from ort_trainer.module.passes import PartialRun
 
 from ..zoo import Applies
 from .pairs import Heads, assert_same_gradients, close, pair

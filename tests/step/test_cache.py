@@ -480,7 +480,7 @@ def test_a_graph_that_does_not_load_is_not_kept(folder: Path, monkeypatch: pytes
 
     with monkeypatch.context() as patch:
         for runner in ("SessionRunner", "ProgramRunner"):
-            patch.setattr(f"ort_trainer.engine.executor.{runner}", refuses)
+            patch.setattr(f"ort_trainer.engine.runners.{runner}", refuses)
         with pytest.raises(RuntimeError, match="can't load the training graph: a node that the engine refuses"):
             trained(MLP())
     assert entries(folder) == []

@@ -17,7 +17,7 @@ from ort_trainer import ORTTrainer, ORTTrainerOptions, optim
 from ort_trainer.core.errors import ExportError
 from ort_trainer.engine.ort import has_cuda
 from ort_trainer.export import export
-from ort_trainer.export.model import TorchSource
+from ort_trainer.export.model import ModelSource
 from ort_trainer.kernels.kinds import ONNX_RUNTIME, PROGRAMS
 from ort_trainer.options import ModelDescription
 
@@ -236,7 +236,7 @@ def test_kernels_that_a_gpu_lacks_are_refused(device: str, kernels: str, message
         pytest.skip("ONNX Runtime has kernels for the GPU")
     for name in (kernels, "pytorch", "auto"):
         options = ORTTrainerOptions({"device": {"id": device}, "utils": {"kernels": name}})
-        source = TorchSource(MLP(), F.cross_entropy, optim.SGDConfig(), options)
+        source = ModelSource(MLP(), F.cross_entropy, optim.SGDConfig(), options)
         if name != kernels:
             source.builder(ModelDescription(MLP_DESC))
             continue

@@ -16,7 +16,7 @@ from ..helpers import MLP, Reference, assert_same_weights, mlp_batches, mlp_trai
 
 
 def backward(loop: TrainingLoop, batch: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    return loop.backward(*loop.bind(batch, {}))[0]
+    return loop.backward(loop.bind(batch, {}))[0]
 
 
 def test_an_update_needs_gradients() -> None:

@@ -85,18 +85,21 @@ class TrainerSession:
 
     def get_providers(self) -> list[str]:
         """Returns the names of the execution providers, in order."""
-        return [name for name, _ in self._session.providers]
+        return [name for name, _ in self._session.engine.providers]
 
     def get_provider_options(self) -> dict[str, dict[str, str]]:
         """Returns the options of the execution providers; without an ONNX Runtime session, those that were given."""
         running = self._inference_session
         if running is not None:
             return dict(running.get_provider_options())
-        return {name: {key: str(value) for key, value in options.items()} for name, options in self._session.providers}
+        return {
+            name: {key: str(value) for key, value in options.items()}
+            for name, options in self._session.engine.providers
+        }
 
     def get_session_options(self) -> SessionOptions:
         """Returns the ``onnxruntime.SessionOptions`` of the trainer's sessions."""
-        return self._session.options
+        return self._session.engine.options
 
     def get_profiling_start_time_ns(self) -> int:
         """Returns the start time of profiling in nanoseconds; 0 without profiling."""
@@ -173,7 +176,7 @@ class TrainerSession:
         """The model whose metadata the session returns; an empty one for a graph of PyTorch's kernels."""
         session = self._session
         step = (session.graphs(True) or session.graphs(False))[0]
-        if step.programs is not None:
+        if not step.in_onnx:
             empty = ir.Graph((), (), nodes=(), name="step", opset_imports={"": 18})
             return ir.Model(empty, ir_version=9, producer_name="ort_trainer")
         model: ir.Model = step.model
@@ -356,7 +359,8 @@ class TrainingSession(TrainerSession):
         if self._parameters.set_gradients_as_graph_outputs:
             weights = self._session.parameters
             outputs += [
-                NodeArg(f"{name}_grad", "tensor(float)", list(weights[name].shape)) for name in self._session.gradients
+                NodeArg(f"{name}_grad", "tensor(float)", list(weights[name].shape))
+                for name in self._session.gradients.tensors
             ]
         return outputs
 
@@ -518,13 +522,15 @@ class TrainingSession(TrainerSession):
                     "update"
                 )
             scaler.loss_scale = scale
-        plan, batch = loop.bind((inputs,), {}, model_outputs or [parameters.loss_output_name])
+        call = loop.bind((inputs,), {}, model_outputs or [parameters.loss_output_name])
         if binding is not None:
-            check_binding(binding, plan.runner.step, batch, self._session.gradients, _ALL_FINITE)
+            check_binding(
+                binding, call.plan.runner.step, call.request.batch, self._session.gradients.tensors, _ALL_FINITE
+            )
         gradients = {name: name.removesuffix("_grad") for name in names if name.endswith("_grad")}
         with uninterrupted():  # the pass and the update are one call here
-            results = dict(zip(model_outputs, loop.backward(plan, batch), strict=False))
-            held, factor = self._session.gradients, window.factor(1.0, 1.0)
+            results = dict(zip(model_outputs, loop.backward(call), strict=False))
+            held, factor = self._session.gradients.tensors, window.factor(1.0, 1.0)
             results |= {name: held[weight] / factor for name, weight in gradients.items() if weight in held}
             info.all_finite = True
             if may_update and window.complete:

@@ -8,36 +8,20 @@ import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from ...step import Step
 from ..devices import as_default_generator
 from ..memory import keep_freed_memory
-from ..runner import GraphRunner, Kind, Plan, with_probabilities
+from ..runner import GraphRunner, Kind, Plan, Stage, Wanted, with_probabilities
 from ..torch_memory import TorchMemory, as_taken
 from .compiler import compiled, loaded
 from .cuda_graphs import CapturedRun, Captures
 
 _dtype = attrgetter("dtype")
 Results = tuple[torch.Tensor, ...]
-
-
-class Stage(NamedTuple):
-    """A program of a graph, to be run by itself.
-
-    Attributes:
-        run: A function of a list of tensors, which it empties.
-        inputs: Names of the values that it takes.
-        outputs: Names of the values that it returns.
-        last: Names of the values that no later stage takes, and that are not outputs of the graph.
-    """
-
-    run: Callable[[list[torch.Tensor]], Results]
-    inputs: list[str]
-    outputs: list[str]
-    last: list[str]
 
 
 class ProgramRunner(GraphRunner):
@@ -58,6 +42,7 @@ class ProgramRunner(GraphRunner):
     """
 
     keeps_destinations = False
+    names_indices = True
 
     def __init__(
         self,
@@ -97,14 +82,16 @@ class ProgramRunner(GraphRunner):
         return dataclasses.replace(plan, results=results, function=self._functions[results])
 
     @functools.cached_property
-    def stages(self) -> list[Stage]:
-        """The programs in order, for runs whose first results are used while the rest still runs."""
+    def stages(self) -> Sequence[Stage]:  # type: ignore[override] # read-only there, too
+        """The programs; see the base class."""
         stages: list[Stage] = []
         later = set(self.outputs)
         for call in reversed(self.calls):
             wanted = [name for name in call.outputs if name in later]
             inputs = [name for name in dict.fromkeys(call.inputs) if name not in self._constants]
-            run = compiled([call], inputs, wanted, self._constants, device=self._device)
+            run = functools.partial(
+                self._as_captured, compiled([call], inputs, wanted, self._constants, device=self._device)
+            )
             stages.append(Stage(run, inputs, wanted, [name for name in inputs if name not in later]))
             later |= set(inputs)
         return stages[::-1]
@@ -158,14 +145,14 @@ class ProgramRunner(GraphRunner):
         }
         return results, {**outputs, **destinations} if destinations else outputs
 
-    def call(
-        self,
-        values: list[torch.Tensor],
-        results: Callable[[], Sequence[Kind]] | None = None,
-        run: Callable[[list[torch.Tensor]], Results] | None = None,
-    ) -> Results:
-        """Runs the graph on all its inputs, or the program of a stage; see the base class."""
-        return self._as_captured(run or self.run_programs, values)
+    def draw(self, wanted: Wanted) -> list[torch.Tensor]:
+        """Returns random inputs in their own dtype, which unlike ONNX Runtime's may be bfloat16; see the base class."""
+        drawn = self._memory.draw(wanted, None)
+        return [value.to(getattr(torch, spec.dtype)) for value, (spec, _) in zip(drawn, wanted, strict=True)]
+
+    def call(self, values: list[torch.Tensor], results: Callable[[], Sequence[Kind]] | None = None) -> Results:
+        """Runs the graph on all its inputs; see the base class."""
+        return self._as_captured(self.run_programs, values)
 
     def _as_captured(
         self, function: Callable[..., Results], *arguments: Any, generator: torch.Generator | None = None
@@ -199,37 +186,6 @@ class ProgramRunner(GraphRunner):
             torch._C._set_grad_enabled(grad)
             if autocast:
                 torch.set_autocast_enabled(kind, True)
-
-
-class PartialRun:
-    """A run of a graph of programs that advances only as far as the requested results need.
-
-    Args:
-        runner: The runner of the graph.
-        values: The values of the runner's inputs.
-    """
-
-    def __init__(self, runner: ProgramRunner, values: Sequence[torch.Tensor]) -> None:
-        self._runner, self._next = runner, 0
-        self._values = dict(zip(runner.inputs, values, strict=True))
-
-    def take(self, names: Sequence[str]) -> list[torch.Tensor]:
-        """Returns outputs of the graph, after running the stages that are needed for them; each can be taken once.
-
-        It keeps no reference to outputs that no later stage takes, so that autograd can adopt them as gradients instead
-        of copying them.
-        """
-        stages = self._runner.stages
-        while not self._values.keys() >= set(names):
-            stage = stages[self._next]
-            self._next += 1
-            values = [self._values[name] for name in stage.inputs]
-            for name in stage.last:
-                del self._values[name]
-            outputs = self._runner.call(values, run=stage.run)
-            self._values.update(zip(stage.outputs, outputs, strict=True))
-        later = {name for stage in stages[self._next :] for name in stage.inputs}
-        return [self._values[name] if name in later else self._values.pop(name) for name in names]
 
 
 @contextmanager
