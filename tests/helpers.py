@@ -16,7 +16,6 @@ from torch import nn
 
 from ort_trainer import ORTTrainer, ORTTrainerOptions, optim
 
-Check = Callable[[Any], None]
 TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
 
 
@@ -235,20 +234,6 @@ def assert_same_training(
         torch.manual_seed(seed)
     train_both(trainer, reference, batches, relative, accumulation=accumulation)
     return trainer
-
-
-class Checks(dict[str, Check]):
-    """Documented names, each with the function that checks it."""
-
-    def register(self, *names: str) -> Callable[[Check], Check]:
-        """Returns a decorator of a check of these names."""
-
-        def decorator(check: Check) -> Check:
-            assert not set(names) & set(self)
-            self.update(dict.fromkeys(names, check))
-            return check
-
-        return decorator
 
 
 def resolve(name: str) -> Any:

@@ -14,8 +14,6 @@ from torch.nn import functional as F
 from ort_trainer import ORTTrainer, ORTTrainerOptions, optim
 
 RATE = 0.01
-NAMES = ("body.weight", "body.bias", "head.weight", "head.bias")
-TRAINED = NAMES[1:]
 DESCRIPTION = {
     "inputs": [("x", ["batch", 4]), ("label", ["batch"])],
     "outputs": [("loss", [], True), ("logits", ["batch", 3])],

@@ -104,6 +104,9 @@ def test_models_for_inference(exported: tuple[Path, ORTTrainer, list], tmp_path:
     assert [entry.name for entry in run.get_inputs()] == ["x"]
     np.testing.assert_allclose(run.run(None, {"x": x})[0], module.eval()(x, label)[1], rtol=1e-5, atol=1e-6)
     before = path.read_bytes()
+    session = TrainingSession(state, folder / "training_model.onnx", folder / "eval_model.onnx")
+    session.export_model_for_inferencing(tmp_path / "of_a_session.onnx", ["logits"])
+    assert (tmp_path / "of_a_session.onnx").read_bytes() == before
     for names, error in ((["nothing"], ValueError), ("logits", TypeError), ([3], TypeError), ([], ValueError)):
         with pytest.raises(error):
             module.export_model_for_inferencing(path, names)

@@ -26,6 +26,7 @@ from ort_trainer.step.contract import (
 )
 from ort_trainer.step.program_graph import Constant, ProgramCall, ProgramGraph
 
+from ..helpers import assert_same_state
 from .artifacts import as_version_2
 
 STEP = Step(
@@ -163,17 +164,8 @@ def checkpoint() -> State:
 
 
 def same(a: State, b: State) -> None:
-    for field in dataclasses.fields(a):
-        x, y = getattr(a, field.name), getattr(b, field.name)
-        if isinstance(x, dict) and any(isinstance(value, np.ndarray) for value in x.values()):
-            assert list(x) == list(y)
-            for key in x:
-                assert (x[key].dtype, x[key].shape) == (y[key].dtype, y[key].shape)
-                np.testing.assert_array_equal(x[key], y[key])
-        elif isinstance(x, np.ndarray):
-            assert x.dtype == y.dtype and np.array_equal(x, y)
-        else:
-            assert x == y
+    assert_same_state(vars(a), vars(b))
+    assert list(a.parameters) == list(b.parameters)
 
 
 def test_checkpoint_round_trip() -> None:

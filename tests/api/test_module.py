@@ -9,7 +9,7 @@ import onnxruntime
 import pytest
 import torch
 
-from ort_trainer.api import CheckpointState, LinearLRScheduler, Module, Optimizer, TrainingSession, set_seed
+from ort_trainer.api import CheckpointState, Module, Optimizer, TrainingSession, set_seed
 from ort_trainer.api.random_numbers import RandomNumbers
 from ort_trainer.core import masks
 from ort_trainer.engine.numpy_memory import StateTensor
@@ -313,15 +313,13 @@ def test_without_the_optimizer_it_begins_anew(artifacts: Artifacts) -> None:
     close(fresh.parameters["w"].data, reference.w)
 
 
-def rates(optimizer: Optimizer, module: Module, count: int, scheduler: LinearLRScheduler | None = None) -> list[float]:
+def rates(optimizer: Optimizer, module: Module, count: int) -> list[float]:
     ((x, target),) = batches(1)
     module(x, target)
     found = []
     for _ in range(count):
         found.append(optimizer.get_learning_rate())
         optimizer.step()
-        if scheduler is not None:
-            scheduler.step()
     return found
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import signal
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import numpy as np
 import onnxruntime
 import pytest
 
-from ort_trainer.api import CheckpointState, TrainingSession
+from ort_trainer.api import CheckpointState, LinearLRScheduler, TrainingSession
 
 from .artifacts import PARAMETERS, Artifacts
 from .test_module import Reference, batches, close
@@ -42,6 +43,74 @@ def test_trains_like_pytorch_from_files(artifacts: Artifacts, tmp_path: Path) ->
         session.lazy_reset_grad()
         close(session.eval_step({"target": target, "x": x})[0], reference.loss(x, target)[0])
     close(state.parameters["w"].data, reference.w)
+
+
+@pytest.mark.engine
+def test_values_of_the_runtime_and_options_of_a_run(artifacts: Artifacts) -> None:
+    _, session = session_of(artifacts)
+    batch = batches(1)[0]
+    expected = session.eval_step(list(batch))
+    values = [onnxruntime.OrtValue.ortvalue_from_numpy(value) for value in batch]
+    for step in (session.train_step, session.eval_step):
+        for found, wanted in zip(step(values, onnxruntime.RunOptions()), expected, strict=True):
+            assert isinstance(found, onnxruntime.OrtValue) and np.array_equal(found.numpy(), wanted)
+
+
+def test_names_sizes_and_buffers(artifacts: Artifacts) -> None:
+    _, session = session_of(artifacts)
+    for training in (True, False):
+        assert session.input_names(training) == ["x", "target"]
+        assert session.output_names(training) == ["loss", "y", "positive"]
+        session._module.train(training)
+        assert session._module.input_names() == ["x", "target"]
+        assert session._module.output_names() == ["loss", "y", "positive"]
+    for trainable_only, names in ((False, list(PARAMETERS)), (True, ["w", "b"])):
+        values = np.concatenate([PARAMETERS[name].ravel() for name in names])
+        assert session.get_parameters_size(trainable_only) == values.size
+        buffer = session.to_buffer(trainable_only)
+        assert isinstance(buffer, onnxruntime.OrtValue) and np.array_equal(buffer.numpy(), values)
+        other, target = session_of(artifacts)
+        target.from_buffer(onnxruntime.OrtValue.ortvalue_from_numpy(values + 1))
+        for name, parameter in other.parameters.items():
+            assert np.array_equal(parameter.data, PARAMETERS[name] + (name in names))
+    nominal = TrainingSession(CheckpointState.load_checkpoint_from_buffer(artifacts.nominal), artifacts.training)
+    with pytest.raises(RuntimeError, match="from_buffer"):
+        nominal.train_step(list(batches(1)[0]))
+    nominal.from_buffer(session.to_buffer(False).numpy())
+    assert np.array_equal(nominal.to_buffer(False).numpy(), session.to_buffer(False).numpy())
+
+
+def test_rates_and_a_schedule(artifacts: Artifacts) -> None:
+    """A warm-up of 2 updates, 6 in total."""
+    _, session = session_of(artifacts)
+    session.train_step(list(batches(1)[0]))
+    assert session.get_learning_rate() == pytest.approx(0.1)
+    session.set_learning_rate(0.5)
+    assert session.get_learning_rate() == 0.5
+    with pytest.raises(RuntimeError, match=r"no scheduler to step: call register_linear_lr_scheduler\(\) first"):
+        session.scheduler_step()
+    session.register_linear_lr_scheduler(2, 6, 0.1)
+    rates = []
+    for _ in range(8):
+        rates.append(session.get_learning_rate())
+        session.optimizer_step()
+        session.scheduler_step()
+    assert rates == pytest.approx([0.0, 0.05, 0.1, 0.075, 0.05, 0.025, 0.0, 0.0])
+    scheduler = LinearLRScheduler(session._optimizer, 2, 6, 0.1)
+    assert repr(scheduler) == (
+        "LinearLRScheduler(warmup_step_count=2, total_step_count=6, initial_lr=0.1, learning_rate=0.0)"
+    )
+
+
+def test_memory_is_freed(artifacts: Artifacts) -> None:
+    """A session keeps its state alive, and nothing keeps the session."""
+    state, session = session_of(artifacts)
+    references = weakref.ref(session), weakref.ref(state._state)
+    del state
+    assert references[1]() is not None
+    session.eval_step(list(batches(1)[0]))
+    del session
+    assert [reference() for reference in references] == [None, None]
 
 
 @pytest.mark.parametrize(

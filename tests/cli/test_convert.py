@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,25 +18,14 @@ from ort_trainer.state.training_api import read_checkpoint, write_checkpoint
 from ort_trainer.upstream import read_upstream_checkpoint
 
 from ..api.artifacts import as_version_2
-from ..helpers import MLP, mlp_batches, mlp_trainer
+from ..helpers import MLP, assert_same_state, mlp_batches, mlp_trainer
 from ..state.test_legacy import REAL as LEGACY
 from .conftest import USER, Run
 
 
-def assert_equal(ours: Any, theirs: Any) -> None:
-    """Compares nested values bit for bit."""
-    if isinstance(theirs, dict):
-        assert ours.keys() == theirs.keys()
-        for key, value in theirs.items():
-            assert_equal(ours[key], value)
-    else:
-        left, right = np.asarray(ours), np.asarray(theirs)
-        assert left.dtype == right.dtype and left.shape == right.shape and left.tobytes() == right.tobytes()
-
-
 def assert_same_checkpoint(ours: State, theirs: State) -> None:
     for group in ("parameters", "buffers", "optimizer", "gradients", "random"):
-        assert_equal(getattr(ours, group), getattr(theirs, group))
+        assert_same_state(getattr(ours, group), getattr(theirs, group))
     for name in ("export", "trainable", "learning_rates", "optimization_step", "schedule"):
         assert getattr(ours, name) == getattr(theirs, name), name
 
@@ -57,7 +45,7 @@ def test_version_1_gets_checksums(files: Path, run: Run, tmp_path: Path) -> None
     assert check(target) == ("ok", [])
     state, user = load_checkpoint_file(target)
     expected, expected_user = load_checkpoint_file(files / "run.ortckpt")
-    assert_equal(state, expected)
+    assert_same_state(state, expected)
     assert user == expected_user == USER
 
 
@@ -69,7 +57,7 @@ def test_what_a_manager_writes_beside_the_state_is_kept(files: Path, run: Run, t
     assert run("convert", tmp_path / "managed", tmp_path / "again")[0] == 0
     run_part, position = read_parts(tmp_path / "again", "run", "position")
     assert run_part == parts["run"]
-    assert_equal(position["places"][0], parts["position"]["places"][0])
+    assert_same_state(position["places"][0], parts["position"]["places"][0])
 
 
 def test_legacy(run: Run, tmp_path: Path) -> None:
@@ -78,7 +66,7 @@ def test_legacy(run: Run, tmp_path: Path) -> None:
     assert "is a pickle, which could execute anything, so it is left out" in err[0]
     with pytest.warns(UserWarning, match="is a pickle"):
         expected, _ = load_checkpoint_file(LEGACY)
-    assert_equal(load_checkpoint_file(tmp_path / "new")[0], expected)
+    assert_same_state(load_checkpoint_file(tmp_path / "new")[0], expected)
 
 
 def test_weights_for_pytorch_and_back(files: Path, run: Run, tmp_path: Path) -> None:
@@ -88,14 +76,16 @@ def test_weights_for_pytorch_and_back(files: Path, run: Run, tmp_path: Path) -> 
         model = MLP()
         model.load_state_dict(safetensors.torch.load_file(weights))
         expected = load_checkpoint_file(files / "run.ortckpt")[0]["model"]["full_precision"]
-        assert_equal({name: value.numpy() for name, value in model.state_dict().items()}, expected)
+        assert_same_state({name: value.numpy() for name, value in model.state_dict().items()}, expected)
     with safetensors.safe_open(weights, framework="pt") as opened:
         assert opened.metadata()["format"] == "pt"
     assert run("convert", weights, tmp_path / "back")[0] == 0
     with pytest.warns(UserWarning, match="Missing key: optimizer"):
         trainer = loaded(tmp_path / "back")
     trainer.prepare(dict(zip(("x", "label"), mlp_batches(1)[0], strict=True)))
-    assert_equal({name: value.numpy() for name, value in trainer.state_dict(pytorch_format=True).items()}, expected)
+    assert_same_state(
+        {name: value.numpy() for name, value in trainer.state_dict(pytorch_format=True).items()}, expected
+    )
 
 
 def test_16_bit_weights_keep_their_bits(run: Run, tmp_path: Path) -> None:
@@ -121,8 +111,10 @@ def test_a_trainers_checkpoint_for_a_device(files: Path, run: Run, tmp_path: Pat
     assert code == 0 and any("can't store the state of the random numbers" in line for line in err)
     ours, theirs = read_upstream_checkpoint(tmp_path / "theirs"), read_upstream_checkpoint(files / "upstream")
     assert ours.groups["group0"].step == theirs.groups["group0"].step == 3
-    assert_equal(ours.groups["group0"].moments, theirs.groups["group0"].moments)
-    assert_equal({n: p.data for n, p in ours.parameters.items()}, {n: p.data for n, p in theirs.parameters.items()})
+    assert_same_state(ours.groups["group0"].moments, theirs.groups["group0"].moments)
+    assert_same_state(
+        {n: p.data for n, p in ours.parameters.items()}, {n: p.data for n, p in theirs.parameters.items()}
+    )
 
 
 def test_from_a_device_to_the_trainer(files: Path, run: Run, tmp_path: Path) -> None:
@@ -205,5 +197,5 @@ def test_weights_of_a_device_alone_begin_anew(files: Path, run: Run, tmp_path: P
         with pytest.warns(UserWarning, match="Missing key: optimizer"):
             trainer = loaded(tmp_path / "new")
         trainer.prepare(dict(zip(("x", "label"), mlp_batches(1)[0], strict=True)))
-        assert_equal(trainer.state_dict()["model"]["full_precision"], {**trained.parameters, **trained.buffers})
+        assert_same_state(trainer.state_dict()["model"]["full_precision"], {**trained.parameters, **trained.buffers})
         assert trainer.train_step_info.optimization_step == 0

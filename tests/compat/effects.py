@@ -1,8 +1,7 @@
-"""Observations that show the effect of an option, or of a property of TrainingParameters."""
+"""Observations that show the effect of an option, and the options that properties of TrainingParameters set."""
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import copy
 import functools
@@ -15,30 +14,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import onnx
 import onnxruntime
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ort_trainer import (
-    ExportError,
-    ORTTrainer,
-    ORTTrainerOptions,
-    TrainingParameters,
-    TrainingSession,
-    VerificationError,
-    amp,
-    optim,
-)
+from ort_trainer import ORTTrainer, TrainingParameters, VerificationError, amp, optim
+from ort_trainer.compat.training_session.parameters import options_of
+from ort_trainer.onnx.load import load_onnx_model
 from ort_trainer.train.onnx_files import onnx_model
 
-from ..graph.test_recompute import DESC, Encoder, batches, onnx_layers
 from ..helpers import MLP, mlp_batches, mlp_trainer
-
-RATE = "Learning_Rate"
 
 
 @dataclass(frozen=True)
@@ -165,20 +152,6 @@ def unwatched_setting(options: dict[str, Any], folder: Path) -> int:
     return trainer.train_step_info.step
 
 
-@functools.cache
-def operators_of(text: str) -> Any:
-    torch.manual_seed(0)
-    given = ORTTrainerOptions(nested("utils.kernels", "onnxruntime", ast.literal_eval(text)))
-    trainer = ORTTrainer(Encoder(), DESC, optim.SGDConfig(lr=0.1), loss_fn=F.cross_entropy, options=given)
-    trainer.prepare(batches(6)[0])
-    return Counter(node.op_type for node in trainer.session.graphs(True)[0].model.graph)
-
-
-def operators(options: dict[str, Any], _: Path) -> Any:
-    """Returns the nodes of a transformer's training graph, in ONNX Runtime's operators."""
-    return operators_of(repr(options))
-
-
 def graph(look: Callable[[Any], Any]) -> Callable[[dict[str, Any], Path], Any]:
     """Makes an observation of the training graph, or of an error."""
 
@@ -293,7 +266,6 @@ def threads(count: int) -> onnxruntime.SessionOptions:
     return options
 
 
-LAYERS = {"graph_transformer": {"transformer_layer_recompute": True}}
 HALF = {"mixed_precision": {"enabled": True}}
 ON_SESSIONS = {"utils": {"kernels": "onnxruntime"}}
 WINDOW = {"batch": {"gradient_accumulation_steps": 2}}
@@ -321,16 +293,11 @@ OPTIONS: dict[str, Effect] = {
     "mixed_precision.enabled": Effect(True, precision),
     "mixed_precision.dtype": Effect("float16", precision, HALF),
     "mixed_precision.loss_scaler": Effect(amp.DynamicLossScaler(loss_scale=8.0), precision, HALF),
-    "graph_transformer.attn_dropout_recompute": Effect(True, operators),
-    "graph_transformer.gelu_recompute": Effect(True, operators),
-    "graph_transformer.transformer_layer_recompute": Effect(True, operators),
-    "graph_transformer.number_recompute_layers": Effect(2, operators, LAYERS),
     "utils.frozen_weights": Effect(["fc1.weight"], weights),
     "utils.save_frozen_weights": Effect(False, saved, {"utils": {"frozen_weights": ["fc1.weight"]}}),
     "utils.grad_norm_clip": Effect(False, used_gradient),
     "utils.max_grad_norm": Effect(0.01, used_gradient),
     "utils.max_grad_value": Effect(0.001, used_gradient),
-    "utils.memory_efficient_gradient": Effect(True, operators),
     "utils.share_weights": Effect(False, own_weights),
     "utils.random_numbers": Effect("pytorch", masks),
     "utils.kernels": Effect("onnxruntime", graph(lambda g: bool(g.programs))),
@@ -366,8 +333,53 @@ OPTIONS: dict[str, Effect] = {
     ),
 }
 
+# Options whose effect is on graphs of large models, with a value: test_recompute.py tests each.
+RECOMPUTED: dict[str, Any] = {
+    "graph_transformer.attn_dropout_recompute": True,
+    "graph_transformer.gelu_recompute": True,
+    "graph_transformer.transformer_layer_recompute": True,
+    "graph_transformer.number_recompute_layers": 2,
+    "utils.memory_efficient_gradient": True,
+}
 
-# ---- properties of TrainingParameters: what a session shows
+
+# ---- properties of TrainingParameters: which options they are
+
+SCALE = "mixed_precision.loss_scaler"
+# By the property, a value other than the default, and the options that it sets: one with this value, unless given.
+PROPERTIES: dict[str, tuple[Any, Mapping[str, Any]]] = {
+    **{
+        path.rpartition(".")[2]: (value, {path: value})
+        for path, value in {
+            "batch.gradient_accumulation_steps": 2,
+            "distributed.data_parallel_size": 2,
+            "distributed.enable_adasum": True,
+            "distributed.world_rank": 1,
+            "distributed.world_size": 2,
+            "graph_transformer.attn_dropout_recompute": True,
+            "graph_transformer.gelu_recompute": True,
+            "graph_transformer.number_recompute_layers": 1,
+            "graph_transformer.transformer_layer_recompute": True,
+            "debug.graph_save_paths.model_after_graph_transforms_path": "a.onnx",
+            "debug.graph_save_paths.model_with_gradient_graph_path": "a.onnx",
+            "debug.graph_save_paths.model_with_training_graph_path": "a.onnx",
+        }.items()
+    },
+    "deepspeed_zero_stage": (1, {"distributed.deepspeed_zero_optimization.stage": 1}),
+    "enable_grad_norm_clip": (False, {"utils.grad_norm_clip": False}),
+    "immutable_weights": ({"Gemm": {2: 0.25}}, {"utils.frozen_weights": ["fc2.bias"]}),
+    "use_fp16_moments": (True, {"utils.moments": "bfloat16"}),
+    "use_memory_efficient_gradient": (True, {"utils.memory_efficient_gradient": True}),
+    "use_mixed_precision": (True, {"mixed_precision.enabled": True, SCALE: 1.0}),
+    "weights_not_to_train": ({"fc1.weight"}, {"utils.frozen_weights": ["fc1.weight"]}),
+    "weights_to_train": ({"fc1.weight"}, {"utils.frozen_weights": ["fc1.bias", "fc2.weight", "fc2.bias"]}),
+}
+# Properties of the session itself, or of its optimizer: training_session/test_session.py tests their effects.
+OF_SESSIONS = {
+    *("loss_output_name", "loss_scale", "lr_params_feed_name", "optimizer_attributes_map"),
+    *("optimizer_int_attributes_map", "set_gradients_as_graph_outputs", "set_optimizer_initial_state"),
+    "training_optimizer_name",
+}
 
 
 @functools.cache
@@ -381,132 +393,14 @@ def exported() -> bytes:
     return bytes(onnx_model(trainer.loop, ["loss", "logits"]).SerializeToString())
 
 
-def onnx_file(folder: Path) -> Path:
-    path = folder / "model.onnx"
-    path.write_bytes(exported())
-    return path
+def parameters_with(**properties: Any) -> TrainingParameters:
+    return TrainingParameters(**{"loss_output_name": "loss", "training_optimizer_name": "AdamOptimizer", **properties})
 
 
-def two_losses() -> bytes:
-    proto = onnx.ModelProto.FromString(exported())
-    proto.graph.node.append(onnx.helper.make_node("Add", ["loss", "loss"], ["other_loss"]))
-    proto.graph.output.append(onnx.helper.make_tensor_value_info("other_loss", onnx.TensorProto.FLOAT, []))
-    return proto.SerializeToString()
-
-
-def session_of(
-    properties: Mapping[str, Any], model: bytes | None = None, made: type[TrainingSession] = TrainingSession
-) -> TrainingSession:
-    parameters = TrainingParameters()
-    given = {"loss_output_name": "loss", "training_optimizer_name": "AdamOptimizer", **properties}
-    state = given.pop("set_optimizer_initial_state", None)
-    for name, value in given.items():
-        setattr(parameters, name, value)
-    if state:
-        parameters.set_optimizer_initial_state(state)
-    return made(exported() if model is None else model, parameters)
-
-
-def runs(session: TrainingSession, count: int = 1) -> TrainingSession:
-    for x, y in mlp_batches(count):
-        fed = {entry.name for entry in session.get_inputs()}
-        extra = {RATE: np.array([0.1], np.float32), "loss_scale": np.array([8.0], np.float32)}
-        feed = {"x": x.numpy() * 100, "label": y.numpy(), **{k: v for k, v in extra.items() if k in fed}}
-        session.run(["loss"], feed)
-    return session
-
-
-def trained(properties: dict[str, Any], _: Path) -> Any:
-    """Returns sums of the weights after two runs."""
-    state = runs(session_of(properties), 2).get_state()
-    return {name: float(value.sum()) for name, value in state.items() if name.startswith("fc")}
-
-
-def first_run(properties: dict[str, Any], _: Path) -> Any:
-    return {name: float(value.sum()) for name, value in runs(session_of(properties)).get_state().items()}
-
-
-def minimized(properties: dict[str, Any], _: Path) -> Any:
-    try:
-        session = session_of(properties, two_losses())
-    except ValueError as error:
-        return str(error)
-    return float(runs(session).get_state()["fc1.weight"].sum())
-
-
-def names_of(properties: dict[str, Any], _: Path) -> Any:
-    session = session_of(properties)
-    return [entry.name for entry in (*session.get_inputs(), *session.get_outputs())]
-
-
-def state_of(properties: dict[str, Any], _: Path) -> Any:
-    return {name: value.tolist() for name, value in session_of(properties).get_state().items()}
-
-
-def file_of(properties: dict[str, Any], folder: Path) -> bool:
-    session_of(properties)
-    return (folder / "written.onnx").is_file()
-
-
-def moments_of(properties: dict[str, Any], _: Path) -> float:
-    """Returns the sum of a moment."""
-    return float(runs(session_of(properties)).get_optimizer_state()["fc1.weight"]["Moment_1"].astype("float64").sum())
-
-
-def programs_of(properties: dict[str, Any], _: Path) -> set[str]:
-    """Returns the programs that compute the step, which compute values again or keep them."""
-    return set(session_of(properties)._trainer.session.graphs(True)[0].programs.programs.values())
-
-
-def programs_of_layers(properties: dict[str, Any], _: Path) -> set[str]:
-    session = session_of(properties, onnx_layers().SerializeToString())
-    return set(session._trainer.session.graphs(True)[0].programs.programs.values())
-
-
-def refused(properties: dict[str, Any], _: Path) -> str:
-    """Returns the error of a session in one process."""
-    try:
-        session_of(properties)
-    except (ValueError, ExportError) as error:
-        return str(error)
-    return "trains"
-
-
-EPSILON = {"optimizer_attributes_map": {"fc1.weight": {"epsilon": 1.0}, "fc2.weight": {"epsilon": 1.0}}}
-MOMENTS = {"fc2.bias": {"Moment_1": np.ones(3, np.float32), "Moment_2": np.ones(3, np.float32), "Update_Count": [5]}}
-PROPERTIES: dict[str, Effect] = {
-    **{
-        key: Effect(value, refused)
-        for key, value in {
-            "attn_dropout_recompute": True,
-            "data_parallel_size": 2,
-            "deepspeed_zero_stage": 1,
-            "enable_adasum": True,
-            "gelu_recompute": True,
-            "world_rank": 1,
-            "world_size": 2,
-        }.items()
-    },
-    "enable_grad_norm_clip": Effect(False, trained, EPSILON),
-    "gradient_accumulation_steps": Effect(2, first_run),
-    "immutable_weights": Effect({"Gemm": {2: 0.25}}, state_of),
-    "loss_output_name": Effect("other_loss", minimized, {"training_optimizer_name": "SGDOptimizer"}),
-    "loss_scale": Effect(8.0, names_of, {"use_mixed_precision": True}),
-    "lr_params_feed_name": Effect("rate", names_of),
-    **{
-        f"model_{key}_path": Effect(InFolder(), file_of)
-        for key in ("after_graph_transforms", "with_gradient_graph", "with_training_graph")
-    },
-    "number_recompute_layers": Effect(1, programs_of_layers, {"transformer_layer_recompute": True}),
-    "optimizer_attributes_map": Effect({"fc1.weight": {"alpha": 0.1}}, trained),
-    "optimizer_int_attributes_map": Effect({"fc1.weight": {"do_bias_correction": 0}}, trained),
-    "set_gradients_as_graph_outputs": Effect(True, names_of),
-    "set_optimizer_initial_state": Effect(MOMENTS, state_of),
-    "training_optimizer_name": Effect("LambOptimizer", trained),
-    "transformer_layer_recompute": Effect(True, programs_of_layers),
-    "use_fp16_moments": Effect(True, moments_of),
-    "use_memory_efficient_gradient": Effect(True, programs_of),
-    "use_mixed_precision": Effect(True, names_of),
-    "weights_not_to_train": Effect({"fc1.weight"}, state_of),
-    "weights_to_train": Effect({"fc1.weight"}, state_of),
-}
+def former_options_of(**properties: Any) -> dict[str, Any]:
+    """Returns the options of a session with these properties; of a loss scaler its scale."""
+    found = options_of(parameters_with(**properties), load_onnx_model(exported()), "", {}, None)
+    precision = found.get("mixed_precision", {})
+    if "loss_scaler" in precision:
+        precision["loss_scaler"] = precision["loss_scaler"].loss_scale
+    return found

@@ -13,19 +13,17 @@ import pytest
 from ort_trainer import ORTTrainer, ORTTrainerOptions, TrainingParameters, optim
 from ort_trainer.compat.options import ORTTrainerOptions as OldOptions
 from ort_trainer.compat.trainer import ORTTrainer as OldTrainer
-from ort_trainer.compat.trainer import TrainingSession as OldSession
 from ort_trainer.engine.ort import has_cuda
-from ort_trainer.options.schema import load_schema
 
 from ..helpers import MLP, MLP_DESC, mlp_batches
-from .effects import OPTIONS, PROPERTIES, nested, session_of
+from .effects import OF_SESSIONS, OPTIONS, PROPERTIES, RECOMPUTED, former_options_of, nested
 from .test_names import OPTIONS as OPTION_ROWS
-from .test_names import SESSION_ROWS, leaves
+from .test_names import RULES, SESSION_ROWS
 
 CLASS = "onnxruntime.capi._pybind_state.TrainingParameters."
 REFUSED = re.compile(r"refused beyond the default, `(.*?)`(?:, after `install\(\)` (a warning|accepted))?; (.+)")
-RULES = leaves(load_schema("trainer_options"))
 STATES = {old: state for old, new, state in OPTION_ROWS if new}
+VALUES = {path: effect.value for path, effect in OPTIONS.items()} | RECOMPUTED
 NEW_NAMES = {old: new for old, new, _ in OPTION_ROWS if new}
 PROPERTY_STATES = {
     old.removeprefix(CLASS): state
@@ -62,8 +60,8 @@ def in_old_scripts(lenient: str | None, said: str | re.Pattern[str], make: Calla
 
 def test_every_row_is_tried() -> None:
     works = {NEW_NAMES[old] for old in STATES} - {NEW_NAMES[old] for old in refused(STATES)}
-    assert works == set(OPTIONS)
-    assert set(PROPERTY_STATES) - set(refused(PROPERTY_STATES)) == set(PROPERTIES)
+    assert works == set(VALUES)
+    assert set(PROPERTY_STATES) - set(refused(PROPERTY_STATES)) == PROPERTIES.keys() | OF_SESSIONS
     assert len(refused(PROPERTY_STATES)) == 10
     assert not any("refused beyond" in state for state in STATES.values() if not REFUSED.fullmatch(state))
 
@@ -81,13 +79,13 @@ def test_options_that_are_refused_beyond_their_default(old: str) -> None:
     in_old_scripts(lenient, key, lambda: OldOptions(given))
 
 
-@pytest.mark.parametrize("old", [old for old in STATES if NEW_NAMES[old] in OPTIONS and old != NEW_NAMES[old]])
+@pytest.mark.parametrize("old", [old for old in STATES if NEW_NAMES[old] in VALUES and old != NEW_NAMES[old]])
 def test_other_spellings_of_options(old: str) -> None:
-    effect = OPTIONS[NEW_NAMES[old]]
+    value, beside = VALUES[NEW_NAMES[old]], OPTIONS[NEW_NAMES[old]].beside if NEW_NAMES[old] in OPTIONS else {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        one, other = (OldOptions(nested(name, effect.value, effect.beside)) for name in (old, NEW_NAMES[old]))
-    assert one == other != OldOptions(effect.beside)
+        one, other = (OldOptions(nested(name, value, beside)) for name in (old, NEW_NAMES[old]))
+    assert one == other != OldOptions(beside)
 
 
 @pytest.mark.parametrize("path", OPTIONS)
@@ -105,7 +103,7 @@ def test_options_have_an_effect(path: str, tmp_path: Path) -> None:
 
 # Options without effect on this model or device.
 IDLE_HERE = [path for path, state in STATES.items() if "after `install()` a warning" in state]
-IDLE_HERE = [path for path in IDLE_HERE if path in OPTIONS and (path != "device.mem_limit" or not has_cuda())]
+IDLE_HERE = [path for path in IDLE_HERE if path in VALUES and (path != "device.mem_limit" or not has_cuda())]
 THE_REST = (MLP_DESC, optim.SGDConfig(), "cross_entropy")
 
 
@@ -113,7 +111,7 @@ THE_REST = (MLP_DESC, optim.SGDConfig(), "cross_entropy")
 def test_what_has_no_effect_here_is_refused(path: str) -> None:
     assert len(IDLE_HERE) >= 5
     with pytest.raises((ValueError, RuntimeError), match=path.rpartition(".")[2]):
-        options = ORTTrainerOptions(nested(path, OPTIONS[path].value))
+        options = ORTTrainerOptions(nested(path, VALUES[path]))
         ORTTrainer(MLP(), *THE_REST, options).train_step(*mlp_batches(1)[0])
 
 
@@ -121,10 +119,10 @@ def test_old_scripts_are_warned_of_what_has_no_effect_here() -> None:
     """Tests all together, except one that has no effect only by itself."""
     alone = "graph_transformer.number_recompute_layers"
     with pytest.warns(UserWarning, match="number_recompute_layers: has no effect without"):
-        OldOptions(nested(alone, OPTIONS[alone].value))
+        OldOptions(nested(alone, VALUES[alone]))
     given: dict[str, Any] = {}
     for path in (path for path in IDLE_HERE if path != alone):
-        given = nested(path, OPTIONS[path].value, given)
+        given = nested(path, VALUES[path], given)
     with pytest.warns(UserWarning) as caught:
         OldTrainer(MLP(), *THE_REST, OldOptions(given)).train_step(*mlp_batches(1)[0])
     texts = [str(warning.message) for warning in caught]
@@ -138,19 +136,17 @@ def test_properties_that_are_refused_beyond_their_default(name: str) -> None:
     known = getattr(TrainingParameters(), name)
     assert default == repr(known)
     value = {"sliced_schema": {"x": [1]}}.get(name, another(known, {}))
-    said = re.compile(name.removeprefix("use_").removeprefix("propagate_cast_ops_").removeprefix("deepspeed_zero_"))
-    session_of({name: known})
+    said = re.compile(name.removeprefix("use_").removeprefix("propagate_cast_ops_"))
+    ORTTrainerOptions(former_options_of(**{name: known}))
     with pytest.raises(ValueError, match=said):
-        session_of({name: value})
-    in_old_scripts(lenient, said, lambda: session_of({name: value}, made=OldSession))
+        ORTTrainerOptions(former_options_of(**{name: value}))
+    in_old_scripts(lenient, said, lambda: OldOptions(former_options_of(**{name: value})))
 
 
 @pytest.mark.parametrize("name", PROPERTIES)
-def test_properties_have_an_effect(name: str, tmp_path: Path) -> None:
-    effect = PROPERTIES[name]
-    folders = [tmp_path / "without", tmp_path / "with"]
-    for folder in folders:
-        folder.mkdir()
-    without = effect.seen(dict(effect.beside), folders[0])
-    found = effect.seen({**effect.beside, name: effect.value_in(folders[1])}, folders[1])
-    assert found != without
+def test_properties_are_options(name: str) -> None:
+    value, changes = PROPERTIES[name]
+    expected = former_options_of()
+    for path, option in changes.items():
+        expected = nested(path, option, expected)
+    assert former_options_of(**{name: value}) == expected != former_options_of()

@@ -49,10 +49,14 @@ OF_Y = SEED.normal(size=(5, 3)).astype(np.float32)
         ({"y"}, {"x", "w"}, {"y_grad": OF_Y}, {"y": OF_Y}),
     ],
 )
-def test_gradients(outputs: set[str], weights: set[str], fed: Mapping[str, Any], factors: Mapping[str, Any]) -> None:
+def test_gradients(
+    outputs: set[str], weights: set[str], fed: Mapping[str, Any], factors: Mapping[str, Any], tmp_path: Path
+) -> None:
     builder = GradientGraphBuilder(MODEL, outputs, weights, "loss" if "loss" in outputs else "")
     builder.build()
     onnx.checker.check_model(onnx.ModelProto.FromString(builder.get_model()), full_check=True)
+    builder.save(str(tmp_path / "gradients.onnx"))
+    assert (tmp_path / "gradients.onnx").read_bytes() == builder.get_model()
     session = onnxruntime.InferenceSession(builder.get_model(), providers=["CPUExecutionProvider"])
     names = [value.name for value in session.get_outputs()]
     assert names == ["y", "loss", "sum", "best", *(f"{name}_grad" for name in sorted(weights))]

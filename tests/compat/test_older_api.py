@@ -137,6 +137,14 @@ def test_mixed_precision_with_a_scale_of_the_callers_and_then_a_scaler() -> None
     assert (scaler.loss_scale_, scaler.stable_steps_) == (128.0, 0)
 
 
+def test_a_sample_of_a_description() -> None:
+    plain = IODescription("x", ["batch", 8])
+    assert (plain.name_, plain.shape_, plain.dtype_, plain.num_classes_) == ("x", ["batch", 8], None, None)
+    assert older_api.generate_sample(plain).shape == (1, 8)
+    sample = older_api.generate_sample(IODescription("label", [40], torch.int32, num_classes=3))
+    assert sample.dtype == torch.int32 and set(sample.tolist()) == {0, 1, 2}
+
+
 def test_loss_scaler() -> None:
     scaler = LossScaler("scale", True, loss_scale=8.0, up_scale_window=2, min_loss_scale=4.0, max_loss_scale=16.0)
     assert scaler.loss_scale_input_name_ == "scale"

@@ -14,7 +14,7 @@ from ort_trainer.compat.options import AdamConfig, LambConfig, SGDConfig, _Optim
 from ort_trainer.compat.trainer import ORTTrainer
 from ort_trainer.optim import LinearWarmupLRScheduler
 
-from ..helpers import MLP, MLP_DESC
+from ..helpers import MLP, MLP_DESC, mlp_batches
 
 GROUPS = [{"params": ["fc1.weight"], "alpha": 0.8, "beta": 0.7}, {"params": ["fc2.weight", "fc2.bias"], "alpha": 0}]
 
@@ -64,6 +64,9 @@ def test_a_model_that_can_not_be_saved_is_an_error_of_the_documented_class(tmp_p
     with pytest.raises(RuntimeWarning, match="before the first batch: call prepare") as caught:
         trainer.save_as_onnx(tmp_path / "model.onnx")
     assert isinstance(caught.value, RuntimeError)
+    trainer.prepare(mlp_batches(1)[0])
+    with pytest.raises(ValueError, match="nowhere"):
+        trainer.save_as_onnx(tmp_path / "nowhere" / "model.onnx")
 
 
 class CodeError(RuntimeError):

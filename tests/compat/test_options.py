@@ -51,6 +51,8 @@ def test_attributes_that_old_scripts_read() -> None:
     assert ORTTrainerOptions()._original_opts == {}
     with pytest.raises(TypeError, match="options must be ORTTrainerOptions, a dict"):
         ORTTrainerOptions(3)
+    with pytest.raises(ValueError, match="Invalid options: .*gradient_accumulation_steps"):
+        ORTTrainerOptions({"batch": {"gradient_accumulation_steps": 0}}, _validate=False)
 
 
 def test_options_are_read_by_documented_names_and_as_lists() -> None:
@@ -61,6 +63,8 @@ def test_options_are_read_by_documented_names_and_as_lists() -> None:
         assert casts.strategy == PropagateCastOpsStrategy.FLOOD_FILL != PropagateCastOpsStrategy.NONE  # type: ignore[comparison-overlap]
         assert casts.propagate_cast_ops_strategy == "FLOOD_FILL" and casts.allow_layer_norm_mod_precision is False
     assert "gelu_recompute" not in options.to_dict()
+    kinds = PropagateCastOpsStrategy
+    assert [int(kind) for kind in (kinds.NONE, kinds.INSERT_AND_REDUCE, kinds.FLOOD_FILL)] == [0, 1, 2]
 
 
 def paths(options: dict[str, Any]) -> Iterator[str]:

@@ -21,7 +21,7 @@ from transformers import Trainer
 from ort_trainer import ORTModule, ORTTrainer, optim
 from ort_trainer.integrations.transformers import HuggingFaceTrainer
 
-from ..integrations.test_transformers import Tiny, accuracy, arguments, bert, gpt2, pad, points, texts
+from ..integrations.test_transformers import Tiny, accuracy, arguments, gpt2, pad, points, texts
 
 transformers.utils.logging.disable_progress_bar()
 KINDS: tuple[type[Trainer], ...] = (HuggingFaceTrainer, Trainer)
@@ -56,11 +56,10 @@ def classify(rank: int, size: int) -> dict[str, Any]:
     for kind in KINDS:
         torch.manual_seed(0)
         trainer = kind(
-            bert(),
+            Tiny(),
             arguments(folder(), **settings),
-            train_dataset=texts(72, True),
-            eval_dataset=texts(10, True),
-            data_collator=pad,
+            train_dataset=points(72),
+            eval_dataset=points(10),
             compute_metrics=accuracy,
         )
         trainer.train()

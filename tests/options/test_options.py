@@ -64,129 +64,32 @@ def test_immutable() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"mixed_precision": {"enabled": "yes"}}, "mixed_precision.enabled: must be True or False .*'yes', str"),
-        (
-            {"batch": {"gradient_accumulation_steps": 0}},
-            "batch.gradient_accumulation_steps: must be an int of at least 1",
-        ),
-        (
-            {"batch": {"gradient_accumulation_steps": True}},
-            "batch.gradient_accumulation_steps: must be an int",
-        ),
-        ({"batch": {"gradient_accumulation_steps": 1.5}}, "batch.gradient_accumulation_steps: must be an int"),
-        (
-            {"batch": []},
-            "batch: must be a dict with any of the keys 'gradient_accumulation_steps' and 'gradient_reduction'",
-        ),
-        ({"device": {"id": "gpu:9"}}, "device.id: must be a device of PyTorch, such as 'cpu', 'cuda' or 'cuda:1'"),
-        (
-            {"mixed_precision": {"dtype": "float8"}},
-            "mixed_precision.dtype: must be 'auto', 'float16' or 'bfloat16', or the torch.dtype .*'float8', str.$",
-        ),
+        ({"batch": []}, "batch: must be a dict with any of the keys 'gradient_accumulation_steps' and 'gradient_red"),
         ({"mixed_precision": {"dtype": "bfloat16"}}, "mixed_precision.dtype: 'bfloat16' has no effect without"),
         ({"mixed_precision": {"dtype": "float16"}}, "mixed_precision.dtype: 'float16' has no effect without"),
-        ({"utils": {"max_grad_norm": 0}}, "utils.max_grad_norm: must be a positive, finite number"),
         ({"utils": {"max_grad_norm": float("inf")}}, "utils.max_grad_norm: must be a positive, finite number"),
         ({"utils": {"max_grad_norm": 1.0, "grad_norm_clip": False}}, "utils.max_grad_norm: 1.0 has no effect with"),
-        ({"batch": {"gradient_reduction": "max"}}, "batch.gradient_reduction: must be 'mean', 'sum' or 'weighted' "),
-        ({"device": {"mem_limit": -1}}, "device.mem_limit: must be an int of at least 0"),
         ({"utils": {"frozen_weights": [3]}}, "utils.frozen_weights.0: must be a str .*3, int"),
-        (
-            {"lr_scheduler": 3},
-            "lr_scheduler: must be a schedule of ort_trainer.optim or torch.optim.lr_scheduler, a function ",
-        ),
-        (
-            {"mixed_precision": {"enabled": True, "loss_scaler": 2.0}},
-            "loss_scaler: must be a loss scaler of ort_trainer.amp",
-        ),
-        ({"mixed_precision": {"loss_scaler": amp.LossScaler(2.0)}}, "loss_scaler: has no effect without"),
-        ({"session_options": {}}, "session_options: must be an onnxruntime.SessionOptions"),
         (
             {"provider_options": {"CPUExecutionProvider": {"x": "1"}}},
             "provider_options.CPUExecutionProvider: has no effect, because ONNX Runtime ignores the options of the CPU",
         ),
-        (
-            {"provider_options": {"CPUExecutionProvider": 3}},
-            "provider_options.CPUExecutionProvider: must be a dict .given: 3",
-        ),
-        (
-            {"_internal_use": {"extra_postprocess": 3}},
-            "_internal_use.extra_postprocess: must be a function ModelProto -> ModelProto, or None",
-        ),
-        (
-            {"_internal_use": {"onnx_opset_version": 11}},
-            "_internal_use.onnx_opset_version: must be an int from 12 to 23",
-        ),
-        (
-            {"_internal_use": {"onnx_opset_version": 99}},
-            "_internal_use.onnx_opset_version: must be an int from 12 to 23",
-        ),
-        (
-            {"graph_transformer": {"attn_dropout_recompute": 1}},
-            "graph_transformer.attn_dropout_recompute: must be True or False .*1, int",
-        ),
-        ({"graph_transformer": {"gelu_recompute": "yes"}}, "graph_transformer.gelu_recompute: must be True or False"),
-        (
-            {"graph_transformer": {"transformer_layer_recompute": 2}},
-            "graph_transformer.transformer_layer_recompute: must be True or False",
-        ),
-        (
-            {"graph_transformer": {"number_recompute_layers": -1}},
-            "graph_transformer.number_recompute_layers: must be an int of at least 0",
-        ),
-        (
-            {"graph_transformer": {"number_recompute_layers": True, "transformer_layer_recompute": True}},
-            "graph_transformer.number_recompute_layers: must be an int",
-        ),
+        ({"provider_options": {"CPUExecutionProvider": 3}}, "CPUExecutionProvider: must be a dict .given: 3"),
+        ({"_internal_use": {"onnx_opset_version": 99}}, "_internal_use.onnx_opset_version: must be an int from 12 to "),
         (
             {"graph_transformer": {"number_recompute_layers": 2}},
             "graph_transformer.number_recompute_layers: has no effect without transformer_layer_recompute",
-        ),
-        ({"utils": {"memory_efficient_gradient": 0}}, "utils.memory_efficient_gradient: must be True or False"),
-        (
-            {"graph_transformer": {"propagate_cast_ops_config": {"strategy": "INSERT_AND_REDUCE"}}},
-            "propagate_cast_ops_config.strategy: can't be changed from 'FLOOD_FILL', .* casts stay where .*autocast",
-        ),
-        (
-            {"graph_transformer": {"propagate_cast_ops_config": {"strategy": "flood"}}},
-            "propagate_cast_ops_config.strategy: must be 'NONE', .* enum member .* or None .*did you mean 'FLOOD_FILL'",
-        ),
-        (
-            {"graph_transformer": {"propagate_cast_ops_config": {"propagate_cast_ops_strategy": "INSERT_AND_REDUCE"}}},
-            "propagate_cast_ops_config.strategy: can't be changed from 'FLOOD_FILL'",
-        ),
-        (
-            {"graph_transformer": {"propagate_cast_ops_config": {"level": 2}}},
-            "propagate_cast_ops_config.level: can't be changed from 1",
-        ),
-        (
-            {"graph_transformer": {"propagate_cast_ops_config": {"propagate_cast_ops_level": -2}}},
-            "propagate_cast_ops_config.level: must be an int of at least -1",
-        ),
-        (
-            {"graph_transformer": {"propagate_cast_ops_config": {"allow": ["Add"]}}},
-            "propagate_cast_ops_config.allow: can't be changed from \\[\\]",
-        ),
-        (
-            {"graph_transformer": {"propagate_cast_ops_config": {"propagate_cast_ops_allow": [1]}}},
-            "propagate_cast_ops_config.allow",
         ),
         (
             {"graph_transformer": {"propagate_cast_ops_config": {"level": 1, "propagate_cast_ops_level": 1}}},
             "propagate_cast_ops_level: is another name of graph_transformer.propagate_cast_ops_config.level",
         ),
-        (
-            {"graph_transformer": {"allow_layer_norm_mod_precision": True}},
-            "graph_transformer.allow_layer_norm_mod_precision: can't be changed from False, .* layer norm",
-        ),
         ({"nonsense": 1}, "nonsense: unknown option .*: the options and their sections are 'batch', 'device',"),
-        (
-            {"debug": {"nonsense": 1}},
-            "debug.nonsense: unknown option .*: the options of debug are .* and 'graph_save_paths'",
-        ),
+        ({"debug": {"nonsense": 1}}, "debug.nonsense: unknown .*: the options of debug are .* and 'graph_save_paths'"),
     ],
 )
 def test_wrong_values(options: dict, message: str) -> None:
+    """Those of several options together, and of none; test_bad_input.py has wrong values of each."""
     with pytest.raises(ValueError, match=f"Invalid options: .*{message}"):
         ORTTrainerOptions(options)
 
@@ -254,15 +157,8 @@ SLICED = {"sliced_schema": {"x": [4, 8]}, "sliced_axes": {"x": 0}, "sliced_tenso
         ({"world_rank": 1, "world_size": 1}, ["world_rank: 1 must be below distributed.world_size, 1"]),
         ({"local_rank": 2, "world_size": 2}, ["local_rank: 2 must be below distributed.world_size, 2"]),
         ({"world_size": 4, "data_parallel_size": 2}, ["data_parallel_size: 2 must equal distributed.world_size, 4"]),
-        ({"horizontal_parallel_size": 2}, ["horizontal_parallel_size: 2 processes can't share .*tensor.parallel"]),
         ({"world_size": 3, "enable_adasum": True}, ["enable_adasum: .* power of two, but distributed.world_size is 3"]),
         ({"reduce_dtype": "float16", "enable_adasum": True}, ["reduce_dtype: 'float16' has no effect with .*adasum"]),
-        ({"deepspeed_zero_optimization": {"stage": 2}}, ["stage: must be an int from 0 to 1"]),
-        (
-            {"pipeline_parallel": {"num_pipeline_micro_batches": 2}},
-            ["num_pipeline_micro_batches: has no effect without"],
-        ),
-        ({"pipeline_parallel": {"pipeline_cut_info_string": "a"}}, ["pipeline_cut_info_string: has no effect without"]),
         ({"pipeline_parallel": SLICED}, [f"{key}: has no effect without a pipeline" for key in SLICED]),
     ],
 )

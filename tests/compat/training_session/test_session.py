@@ -15,12 +15,14 @@ import torch
 import torch.nn.functional as F
 
 from ort_trainer import ExportError, TrainingParameters, TrainingSession
+from ort_trainer.compat.c_session import TrainingSession as CSession
+from ort_trainer.compat.trainer import TrainingSession as OldSession
 from ort_trainer.compat.training_session import TrainerSession
 from ort_trainer.compat.training_session import parameters as settings
 from ort_trainer.compat.training_session.io_binding import IOBinding
 from ort_trainer.engine.programs.runner import ProgramRunner
 
-from ...helpers import MLP, assert_close, mlp_batches, mlp_trainer
+from ...helpers import MLP, assert_close, assert_same_state, mlp_batches, mlp_trainer
 
 pytestmark = pytest.mark.engine
 
@@ -287,6 +289,80 @@ def test_a_partial_run_never_updates(path: Path) -> None:
     assert np.array_equal(session.get_state()["fc1.weight"], before)
     # In evaluation, outputs that need no label can be computed without one.
     assert session.run(["logits"], {"x": x.numpy()}, evaluation())[0].shape == (5, 3)
+
+
+def test_a_session_describes_its_model(path: Path, tmp_path: Path) -> None:
+    options = onnxruntime.SessionOptions()
+    options.enable_profiling = True
+    options.profile_file_prefix = str(tmp_path / "profile")
+    session = TrainingSession(path, parameters(lr_params_feed_name="rate"), options, ["CPUExecutionProvider"], [{}])
+    plain = TrainingSession(path, parameters())
+    assert [(entry.name, entry.type, entry.shape) for entry in session.get_inputs()] == [
+        ("x", "tensor(float)", ["batch", 8]),
+        ("label", "tensor(int64)", ["batch"]),
+        ("rate", "tensor(float)", [1]),
+    ]
+    theirs = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"]).get_modelmeta()
+    names = [name for name in dir(theirs) if not name.startswith("_")]
+    assert len(names) >= 7
+    assert {name: getattr(session.get_modelmeta(), name) for name in names} == {n: getattr(theirs, n) for n in names}
+    assert session.get_overridable_initializers() == [] and session.get_partition_info_map() == {}
+    session.run(None, feed(*mlp_batches(1)[0], rate=0.1))
+    assert session.get_session_options() is options
+    assert list(session.get_provider_options()) == session.get_providers() == ["CPUExecutionProvider"]
+    assert session.get_profiling_start_time_ns() > 0 and "kernel_time" in Path(session.end_profiling()).read_text()
+    assert plain.get_profiling_start_time_ns() == 0 and plain.end_profiling() == ""
+    state = session.get_state()
+    for reset in (session.set_providers, lambda: session._create_inference_session(["CPUExecutionProvider"], [{}])):
+        reset()
+        assert_same_state(session.get_state(), state)
+
+
+def test_what_has_no_effect_is_a_warning_for_old_scripts(path: Path) -> None:
+    """test_effects.py has each property; this is about the class that old scripts get."""
+    given = parameters(enable_adasum=True, loss_scale=4.0, num_pipeline_micro_batches=2)
+    with pytest.raises(ValueError, match="Invalid options: "):
+        TrainingSession(path, given)
+    with pytest.warns(UserWarning) as caught:
+        session = OldSession(str(path), given)
+    texts = [str(warning.message) for warning in caught]
+    for name in ("enable_adasum", "loss_scale", "num_pipeline_micro_batches"):
+        assert any(name in text for text in texts), name
+    inputs = feed(*mlp_batches(1)[0], **{RATE: 0.1})
+    assert session.run(["loss"], inputs) == TrainingSession(path, parameters()).run(["loss"], inputs)
+
+
+def test_the_loss_may_be_any_output(path: Path) -> None:
+    proto = onnx.load(path)
+    proto.graph.node.append(onnx.helper.make_node("Add", ["loss", "loss"], ["twice"]))
+    proto.graph.output.append(onnx.helper.make_tensor_value_info("twice", onnx.TensorProto.FLOAT, []))
+    settings = {"training_optimizer_name": "", "set_gradients_as_graph_outputs": True}
+    single, double = (
+        TrainingSession(proto.SerializeToString(), parameters(loss_output_name=name, **settings)).run(
+            ["fc2.bias_grad"], feed(*mlp_batches(1)[0])
+        )[0]
+        for name in ("loss", "twice")
+    )
+    np.testing.assert_allclose(double, 2 * single, rtol=1e-5)
+
+
+def test_a_session_whose_model_is_loaded_by_a_method(path: Path) -> None:
+    """The class in C."""
+    session = CSession()
+    with pytest.raises(RuntimeError, match=r"the session has no model: call load_model\(\) or read_bytes\(\) first"):
+        session.get_state()
+    assert session.load_model(str(path), parameters(), ["CPUExecutionProvider"], [{}]).loss_scale_input_name == ""
+    state = session.get_state()
+    session.run(["loss"], feed(*mlp_batches(1)[0], **{RATE: 0.1}), None)
+    session.load_state(state, True)
+    assert_same_state(session.get_state(), state)
+    session.finalize()
+    with pytest.raises(RuntimeError, match="the session has no model"):
+        session.get_state()
+    options = onnxruntime.SessionOptions()
+    other = CSession(options)
+    mixed = other.read_bytes(path.read_bytes(), parameters(use_mixed_precision=True), [], [])
+    assert mixed.loss_scale_input_name == "loss_scale" and other.get_session_options() is options
 
 
 def test_windows(model: MLP, path: Path) -> None:
