@@ -21,7 +21,8 @@ from .test_names import OPTIONS as OPTION_ROWS
 from .test_names import RULES, SESSION_ROWS
 
 CLASS = "onnxruntime.capi._pybind_state.TrainingParameters."
-REFUSED = re.compile(r"refused beyond the default, `(.*?)`(?:, after `install\(\)` (a warning|accepted))?; (.+)")
+REFUSED = re.compile(r"refused beyond the default, `(.*?)`(?: and `.*`)?(?:, after `install\(\)` (a warning))?; (.+)")
+SAME = re.compile("works, differs: both values mean the same.*")
 STATES = {old: state for old, new, state in OPTION_ROWS if new}
 VALUES = {path: effect.value for path, effect in OPTIONS.items()} | RECOMPUTED
 NEW_NAMES = {old: new for old, new, _ in OPTION_ROWS if new}
@@ -47,23 +48,34 @@ def refused(states: dict[str, str]) -> list[str]:
     return [name for name, state in states.items() if REFUSED.fullmatch(state)]
 
 
+def same(states: dict[str, str]) -> set[str]:
+    return {name for name, state in states.items() if SAME.fullmatch(state)}
+
+
 def in_old_scripts(lenient: str | None, said: str | re.Pattern[str], make: Callable[[], object]) -> None:
-    """Checks that a value is accepted, causes a warning, or is refused."""
-    if lenient == "accepted":
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            make()
-        return
+    """Checks that a value causes a warning, or is refused."""
     with pytest.warns(UserWarning, match=said) if lenient else pytest.raises(ValueError, match=said):
         make()
 
 
 def test_every_row_is_tried() -> None:
     works = {NEW_NAMES[old] for old in STATES} - {NEW_NAMES[old] for old in refused(STATES)}
-    assert works == set(VALUES)
-    assert set(PROPERTY_STATES) - set(refused(PROPERTY_STATES)) == PROPERTIES.keys() | OF_SESSIONS
-    assert len(refused(PROPERTY_STATES)) == 10
+    assert works - same(STATES) == set(VALUES)
+    works = set(PROPERTY_STATES) - set(refused(PROPERTY_STATES)) - same(PROPERTY_STATES)
+    assert works == PROPERTIES.keys() | OF_SESSIONS
+    assert len(refused(PROPERTY_STATES)) == 9
     assert not any("refused beyond" in state for state in STATES.values() if not REFUSED.fullmatch(state))
+
+
+@pytest.mark.parametrize("value", [False, True])
+def test_values_that_mean_the_same_are_accepted(value: bool) -> None:
+    assert same(STATES) == {"distributed.allreduce_post_accumulation", "utils.run_symbolic_shape_infer"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for path in same(STATES):
+            ORTTrainerOptions(nested(path, value))
+        for name in same(PROPERTY_STATES):
+            ORTTrainerOptions(former_options_of(**{name: value}))
 
 
 @pytest.mark.parametrize("old", refused(STATES))

@@ -238,7 +238,7 @@ CASES = [
     (
         lambda s: s["trainer_options"].update(optimizer_name="LambOptimizer"),
         ValueError,
-        "the state is from LambOptimizer, but the trainer uses AdamOptimizer",
+        "the state is from LambConfig, but the trainer uses AdamConfig or AdamWConfig",
     ),
     (
         lambda s: s["model"]["full_precision"].update({"fc1.bias": np.ones(3, np.float32)}),
