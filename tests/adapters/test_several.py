@@ -15,6 +15,7 @@ from ort_trainer.adapters import Adapters, LoRA, add_adapter, load_adapter, save
 from ort_trainer.api import live_state
 from ort_trainer.core.sealed import digest
 
+from ..artifacts.twins import Artifacts
 from .models import batch, classifier, exported, tensors
 from .test_onnx_models import LORA, trainer_of
 
@@ -121,18 +122,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-class Device:
-    """Trains from artifacts."""
-
-    def __init__(self, folder: Path) -> None:
-        self.state = api.CheckpointState.load_checkpoint(folder / "checkpoint")
-        self.module = api.Module(folder / "training_model.onnx", self.state)
-        self.optimizer = api.Optimizer(folder / "optimizer_model.onnx", self.module)
-
-    def train(self, step: int) -> None:
-        self.module(*(tensor.numpy() for tensor in batch(step)))
-        self.optimizer.step()
-        self.module.lazy_reset_grad()
+class Device(Artifacts):
+    def train_and_update(self, step: int) -> None:
+        self.train(batch(step))
+        self.update()
 
     @property
     def weights(self) -> dict[str, np.ndarray]:
@@ -146,12 +139,12 @@ def test_on_a_device_each_trains_as_if_it_were_alone(folder: Path, tmp_path: Pat
     order = [("second", 0), ("first", 1), ("first", 2), ("second", 3), ("first", 4), ("second", 5)]
     for name, step in order:
         adapters.activate(name)
-        device.train(step)
+        device.train_and_update(step)
     expected = {}
     for name in ("first", "second"):
         alone = Device(folder / "base")
         for step in (step for other, step in order if other == name):
-            alone.train(step)
+            alone.train_and_update(step)
         expected[name] = alone.weights
         adapters.activate(name)
         np.testing.assert_equal(device.weights, alone.weights)
@@ -165,11 +158,11 @@ def test_on_a_device_each_trains_as_if_it_were_alone(folder: Path, tmp_path: Pat
     loaded.load("afresh", tmp_path / "first without moments")
     loaded.add("copy", like="first")
     adapters.activate("first")
-    device.train(6)
+    device.train_and_update(6)
     for name, resumes in (("first", True), ("afresh", False), ("copy", True)):
         loaded.activate(name)
         np.testing.assert_equal(again.weights, expected["first"])
-        again.train(6)
+        again.train_and_update(6)
         equal = [np.array_equal(value, device.weights[key]) for key, value in again.weights.items()]
         assert all(equal) if resumes else not any(equal)
     loaded.activate("default")

@@ -7,30 +7,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch.nn import functional as F
 
-from ort_trainer import ORTTrainer, ORTTrainerOptions, optim
+from ort_trainer import ORTTrainer, optim
+
+from ..helpers import MLP, mlp_batches, mlp_trainer
 
 RATE = 0.01
-DESCRIPTION = {
-    "inputs": [("x", ["batch", 4]), ("label", ["batch"])],
-    "outputs": [("loss", [], True), ("logits", ["batch", 3])],
-}
-
-
-class Net(torch.nn.Module):
-    """Two layers; the first one's weight is frozen."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = torch.nn.Linear(4, 5)
-        self.head = torch.nn.Linear(5, 3)
-        self.body.weight.requires_grad_(False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(torch.tanh(self.body(x)))
 
 
 @dataclass
@@ -45,7 +29,7 @@ class Exported:
     """
 
     folder: Path
-    model: Net
+    model: MLP
     batches: list[tuple[Any, Any]]
     trainer: ORTTrainer
     optimizer: torch.optim.Optimizer = field(init=False)
@@ -75,12 +59,12 @@ class Exported:
 
 
 def export(folder: Path) -> Exported:
+    """Exports an MLP whose first weight is frozen."""
     torch.manual_seed(0)
-    model = Net()
-    options = ORTTrainerOptions({"utils": {"grad_norm_clip": False}})
-    trainer = ORTTrainer(model, DESCRIPTION, optim.AdamConfig(lr=RATE), loss_fn=F.cross_entropy, options=options)
-    draw = np.random.default_rng(0)
-    batches = [(draw.normal(size=(6, 4)).astype(np.float32), draw.integers(3, size=6)) for _ in range(6)]
-    trainer.prepare(dict(zip(("x", "label"), map(torch.from_numpy, batches[0]), strict=True)))
+    model = MLP()
+    model.fc1.weight.requires_grad_(False)
+    trainer = mlp_trainer({"utils": {"grad_norm_clip": False}}, optim.AdamConfig(lr=RATE), model)
+    batches = mlp_batches(6)
+    trainer.prepare(batches[0])
     trainer.export_artifacts(folder)
-    return Exported(folder, copy.deepcopy(model), batches, trainer)
+    return Exported(folder, copy.deepcopy(model), [(x.numpy(), label.numpy()) for x, label in batches], trainer)

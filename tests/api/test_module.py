@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -291,13 +292,16 @@ def test_training_goes_on_from_a_checkpoint(artifacts: Artifacts) -> None:
         assert np.array_equal(whole.parameters[name].data, second.parameters[name].data)
 
 
-def test_without_the_optimizer_it_begins_anew(artifacts: Artifacts) -> None:
+def test_without_the_optimizer_it_begins_anew(artifacts: Artifacts, tmp_path: Path) -> None:
     state, module, optimizer = load(artifacts)
     for x, target in batches(2):
         module(x, target)
         optimizer.step()
     saved = CheckpointState.save_checkpoint_to_buffer(state)
-    fresh = CheckpointState.load_checkpoint_from_buffer(saved)
+    for complete in (True, False):
+        CheckpointState.save_checkpoint(state, tmp_path / "saved", complete)
+        assert ((tmp_path / "saved").read_bytes() == saved) != complete
+    fresh = CheckpointState.load_checkpoint(tmp_path / "saved")
     reference = Reference()
     reference.w, reference.b = (torch.nn.Parameter(torch.tensor(fresh.parameters[name].data)) for name in TRAINED)
     reference.optimizer = torch.optim.SGD([reference.w, reference.b], lr=0.1, momentum=0.5)

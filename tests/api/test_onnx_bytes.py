@@ -16,13 +16,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 
-from ort_trainer.api import onnx_bytes
+from ort_trainer.api import CheckpointState, Module, TrainingSession, onnx_bytes
 from ort_trainer.api.onnx_bytes import inference_model
 from ort_trainer.state.training_api import read_checkpoint
 from ort_trainer.step.contract import METADATA, Step, from_metadata
 
 from ..portable.onnx_encodings import Encoder
-from .exported import export
+from .exported import Exported, export
 
 FLOAT = TensorProto.FLOAT
 
@@ -79,6 +79,11 @@ STATE = {
     "bias": np.array([1, -1], np.float32),
 }
 INPUTS = {"x": np.ones((4, 3), np.float32), "label": np.zeros((4, 2), np.float32)}
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Exported:
+    return export(tmp_path_factory.mktemp("artifacts"))
 
 
 @pytest.mark.engine
@@ -154,8 +159,7 @@ def test_bodies_keep_the_values_around_them() -> None:
 
 
 @pytest.mark.engine
-def test_the_evaluation_model_of_an_export(tmp_path: Path) -> None:
-    exported = export(tmp_path)
+def test_the_evaluation_model_of_an_export(exported: Exported, tmp_path: Path) -> None:
     data = exported.file("eval_model.onnx").read_bytes()
     properties = {entry.key: entry.value for entry in onnx.load_from_string(data).metadata_props}
     description = from_metadata(Step, properties[METADATA], "the model")
@@ -171,6 +175,32 @@ def test_the_evaluation_model_of_an_export(tmp_path: Path) -> None:
         assert METADATA not in {entry.key for entry in read.metadata_props}
     inputs = {"x": exported.batches[0][0]}
     np.testing.assert_allclose(compute(made, inputs)[0], compute(theirs, inputs)[0], rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.engine
+def test_models_for_inference(exported: Exported, tmp_path: Path) -> None:
+    folder, data = exported.folder, exported.batches
+    state = CheckpointState.load_checkpoint(folder / "checkpoint")
+    module = Module(folder / "training_model.onnx", state, (folder / "eval_model.onnx").read_bytes())
+    x, label = data[0]
+    module(x, label)
+    path = tmp_path / "inference.onnx"
+    module.export_model_for_inferencing(path, ["logits"])
+    run = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    assert [entry.name for entry in run.get_inputs()] == ["x"]
+    np.testing.assert_allclose(run.run(None, {"x": x})[0], module.eval()(x, label)[1], rtol=1e-5, atol=1e-6)
+    before = path.read_bytes()
+    session = TrainingSession(state, folder / "training_model.onnx", folder / "eval_model.onnx")
+    session.export_model_for_inferencing(tmp_path / "of_a_session.onnx", ["logits"])
+    assert (tmp_path / "of_a_session.onnx").read_bytes() == before
+    for names, error in ((["nothing"], ValueError), ("logits", TypeError), ([3], TypeError), ([], ValueError)):
+        with pytest.raises(error):
+            module.export_model_for_inferencing(path, names)
+    assert path.read_bytes() == before
+    with pytest.raises(FileNotFoundError, match="does not exist"):
+        module.export_model_for_inferencing(tmp_path / "nothing" / "model.onnx", ["logits"])
+    with pytest.raises(RuntimeError, match="needs the evaluation model"):
+        Module(folder / "training_model.onnx", state).export_model_for_inferencing(path, ["logits"])
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float16", "int64", "int32", "uint8", "bool", ">f4"])

@@ -12,9 +12,11 @@ from torch import nn
 from torch.nn import functional as F
 
 from ort_trainer import ORTTrainer, optim
-from ort_trainer.api import CheckpointState, Module, Optimizer
+from ort_trainer.api import CheckpointState, Module
 from ort_trainer.artifacts import trainer_state_dict
 from ort_trainer.state.training_api import read_checkpoint
+
+from .twins import Artifacts
 
 
 class Adapted(nn.Module):
@@ -74,18 +76,16 @@ def test_training_with_rounded_weights(kind: str, error: float, trainer: ORTTrai
         rounded = torch.tensor(restored(tmp_path, kind, name, tuple(parameter.shape)))
         assert 0 < (rounded - parameter).norm() / parameter.norm() < error
         parameter.data = rounded
-    state = CheckpointState.load_checkpoint(tmp_path / "checkpoint")
-    module = Module(tmp_path / "training_model.onnx", state, tmp_path / "eval_model.onnx")
-    optimizer = Optimizer(tmp_path / "optimizer_model.onnx", module)
+    artifacts = Artifacts(tmp_path)
+    state, module = artifacts.state, artifacts.module
     torch_optimizer = torch.optim.AdamW([p for p in expected.parameters() if p.requires_grad], lr=0.01)
     for x, label in batches() * 4:
         torch_optimizer.zero_grad()
         loss = F.cross_entropy(expected(x), label)
         loss.backward()
         torch_optimizer.step()
-        np.testing.assert_allclose(module(x.numpy(), label.numpy())[0], loss.item(), rtol=1e-4)
-        optimizer.step()
-        module.lazy_reset_grad()
+        np.testing.assert_allclose(artifacts.train((x, label))[0], loss.item(), rtol=1e-4)
+        artifacts.update()
     for name, parameter in expected.named_parameters():
         if parameter.requires_grad:
             np.testing.assert_allclose(state.parameters[name].data, parameter.detach().numpy(), rtol=1e-3, atol=1e-5)
