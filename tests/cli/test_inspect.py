@@ -178,7 +178,7 @@ def test_what_is_no_file_of_ours(tmp_path: Path, run: Run) -> None:
 @pytest.mark.parametrize("size", [0x280, 0x480, 0x580])  # the first bytes of pickles in three protocols
 def test_a_header_may_be_as_long_as_a_pickle_begins(tmp_path: Path, run: Run, size: int) -> None:
     path = tmp_path / "file"
-    for padding in range(size):
+    for padding in range(size - 0x80, size):
         with path.open("wb") as file:
             write(file, {}, {"padding": " " * padding})
         if path.read_bytes()[:2] == size.to_bytes(2, "little"):
