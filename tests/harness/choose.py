@@ -20,10 +20,10 @@ from . import import_map
 from .import_map import ROOT, TESTS
 
 MEASURED = TESTS / "measured.json"
-# A test of s seconds runs in a gate with the probability LOT / sqrt(s): one of a second in three gates of ten, one of
-# ten seconds in one. Of all ways to spend the same time, this one finds a fault after the fewest gates on average, if
-# every test is equally likely to find it: it minimizes the sum of 1 / p for a given sum of p * s.
-LOT = 0.3
+# A test of s seconds runs in a gate with the probability LOT / sqrt(s): one of a second in two gates of ten, one of ten
+# seconds in every sixteenth. Of all ways to spend the same time, this one finds a fault after the fewest gates on
+# average, if every test is equally likely to find it: it minimizes the sum of 1 / p for a given sum of p * s.
+LOT = 0.2
 # What reaches files that have changed in this many seconds before a commit always runs.
 RECENT = 24 * 60 * 60
 # Path prefix outside the package and the tests -> tests that a change there can affect; the longest prefix wins.
